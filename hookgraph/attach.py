@@ -1,0 +1,340 @@
+"""Attach to a model and detach from it: everything or nothing."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookgraph.backends import Backends
+from hookgraph.errors import AttachError
+from hookgraph.hooks import ModuleHooks
+from hookgraph.options import Options
+from hookgraph.runner import Runner
+from hookgraph.stats import Stats
+from hookgraph.switch import disabled_by_environment
+
+Target = None | str | re.Pattern[str] | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool]
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+
+
+class Attachment:
+    """The handle that ``attach`` returns.
+
+    Use it as a context manager to detach at the end of a block.
+
+    Example:
+        >>> import torch, hookgraph
+        >>> model = torch.nn.Linear(4, 4).eval()
+        >>> with torch.no_grad(), hookgraph.attach(model) as handle:
+        ...     for _ in range(3):
+        ...         out = model(torch.ones(2, 4))
+        >>> handle.stats.replays
+        1
+    """
+
+    def __init__(self, targets: dict[str, nn.Module], options: Options) -> None:
+        self.options = options
+        self._targets = [weakref.ref(module) for module in targets.values()]
+        self._hooks: list[ModuleHooks] = []
+        self._backends = Backends(options.backend)
+        self._detached = False
+        try:
+            for name, module in targets.items():
+                runner = Runner(module, name, options, self._backends)
+                self._hooks.append(ModuleHooks(module, runner))
+        except BaseException:
+            self.detach()
+            raise
+
+    def __repr__(self) -> str:
+        names = ", ".join(runner.label for runner in self._runners)
+        return f"<hookgraph.Attachment to {names}{' (detached)' if self._detached else ''}>"
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    @property
+    def _runners(self) -> list[Runner]:
+        return [hooks.runner for hooks in self._hooks]
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are still in place."""
+        return not self._detached
+
+    @property
+    def stats(self) -> Stats:
+        """What became of every call so far; it stays readable after ``detach``."""
+        return _stats_of([self])
+
+    def detach(self) -> None:
+        """Leave every module as it was found, and give back all memory.  Twice is fine."""
+        with _lock:
+            self._detached = True
+            for hooks in self._hooks:
+                hooks.remove()
+                hooks.runner.release()
+            for reference in self._targets:
+                module = reference()
+                if module is not None and _attached.get(module) is self:
+                    del _attached[module]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run eager inside the block, on every thread, and keep the graphs."""
+        for runner in self._runners:
+            runner.pause(1)
+        try:
+            yield
+        finally:
+            for runner in self._runners:
+                runner.pause(-1)
+
+    def invalidate(self, reason: str = "asked for by the user") -> None:
+        """Drop every graph and every verdict; the next calls warm up and capture anew.
+
+        Args:
+            reason: Goes into the log.
+        """
+        for runner in self._runners:
+            runner.invalidate(reason)
+
+    def reset_counters(self) -> None:
+        """Set every count to zero; graphs stay."""
+        for runner in self._runners:
+            runner.reset_counters()
+
+
+def attach(
+    model: nn.Module,
+    targets: Target | Iterable[Target] = None,
+    *,
+    max_graphs: int = 4,
+    max_batch_size: int | None = None,
+    max_bytes: int | None = None,
+    warmup: int = 1,
+    verify: int = 1,
+    verify_every: int | None = None,
+    guards: str = "full",
+    outputs: str = "clone",
+    child_hooks: str = "refuse",
+    on_fallback: str = "ignore",
+    backend: str = "auto",
+) -> Attachment:
+    """Give a module CUDA-graph speed at inference, without touching its source.
+
+    The first call of a signature runs eager and is watched, the second is captured, and further
+    ones replay.  Whatever a graph cannot do right runs eager, with a counted reason.
+
+    Args:
+        model: Any module, in place on its device.
+        targets: Which of its submodules get graphs: None is ``model`` itself; a dotted name, a
+            glob over names, a compiled regex (searched in names), a class, a function of name and
+            module, a submodule, or a list of these.
+        max_graphs: Signatures retained for each target; further ones run eager.
+        max_batch_size: Larger batches run eager.  The batch size is dimension 0 of the first
+            floating-point tensor argument.
+        max_bytes: A capture that would make a target retain more runs eager.
+        warmup: Watched eager calls of a signature before it is captured.
+        verify: How many replays with new inputs are compared with eager bit for bit, after the
+            first; 0 trusts a capture unseen.
+        verify_every: Compare every so many replays later on, too.
+        guards: ``"full"``; ``"weights"`` checks only the addresses of parameters and buffers and
+            the module tree; ``"off"`` nothing.
+        outputs: ``"clone"``, or ``"view"`` for static outputs that the next replay overwrites.
+        child_hooks: ``"refuse"`` runs eager while a submodule has forward hooks, which a replay
+            would not run; ``"ignore"`` accepts that.
+        on_fallback: ``"ignore"`` counts, ``"warn"`` also warns once for each reason, ``"raise"``
+            raises ``FallbackError`` instead of running eager.
+        backend: ``"cuda"``, ``"tape"`` (the CPU rehearsal), or ``"auto"`` by the module's device.
+
+    Returns:
+        The handle; attaching again with the same options returns the same one.
+
+    Raises:
+        AttachError: A wrong option or target, or a target that is attached otherwise.  Nothing
+            has been changed then.
+
+    Aliasing: outputs have memory of their own, unless ``outputs="view"``.
+    Restores: ``detach`` leaves no trace on any module.
+    Cost: nothing until a call; then about one more eager call for each signature.
+
+    Example:
+        >>> import torch, hookgraph
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+        >>> handle = hookgraph.attach(model, max_graphs=2)
+        >>> hookgraph.is_attached(model)
+        True
+        >>> handle.detach()
+    """
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach() needs a torch.nn.Module, got {type(model).__module__}.{type(model).__qualname__}")
+    options = Options(
+        max_graphs, max_batch_size, max_bytes, warmup, verify, verify_every, guards, outputs, child_hooks, on_fallback,
+        backend,
+    )  # fmt: skip
+    chosen = select(model, targets)
+    if backend == "cuda" and not torch.cuda.is_available():
+        raise AttachError("backend='cuda': this PyTorch sees no CUDA device; backend='tape' rehearses on the CPU")
+    with _lock:
+        known = _existing(chosen, options)
+        if known is not None:
+            return known
+        if disabled_by_environment():
+            return Attachment({}, options)
+        handle = Attachment(chosen, options)
+        for module in chosen.values():
+            _attached[module] = handle
+    return handle
+
+
+def _existing(chosen: dict[str, nn.Module], options: Options) -> Attachment | None:
+    """The handle that these modules have already, if it is the same request."""
+    owners = {name: _attached[module] for name, module in chosen.items() if module in _attached}
+    if not owners:
+        return None
+    name, owner = next(iter(owners.items()))
+    if owner.options != options:
+        raise AttachError(
+            f"{name or 'the module'} is attached already with other options: {options.differences(owner.options)}. "
+            "Call detach() first."
+        )
+    if set(map(id, owners.values())) == {id(owner)} and len(owners) == len(chosen) == len(owner._targets):
+        return owner
+    raise AttachError(f"{name or 'the module'} is attached already, with other targets. Call detach() first.")
+
+
+# -- targets --------------------------------------------------------------------------------------
+
+
+def select(model: nn.Module, targets: Target | Iterable[Target]) -> dict[str, nn.Module]:
+    """The modules that ``targets`` names, by qualified name, each once.
+
+    Raises:
+        AttachError: Nothing matches, or one match lies inside another.
+    """
+    wanted = targets if isinstance(targets, (list, tuple, set, frozenset)) else [targets]
+    if not wanted:
+        raise AttachError("targets is empty; None selects the model itself")
+    named = dict(model.named_modules(remove_duplicate=False))
+    chosen: dict[str, nn.Module] = {}
+    for target in wanted:
+        chosen.update(_matches(model, named, target))
+    in_order: dict[str, nn.Module] = {}
+    for name, module in named.items():
+        if name in chosen and all(module is not other for other in in_order.values()):
+            in_order[name] = module
+    _refuse_nested(in_order)
+    return in_order
+
+
+def _matches(model: nn.Module, named: dict[str, nn.Module], target: Any) -> dict[str, nn.Module]:
+    found = {name: module for name, module in named.items() if _is_match(model, target, name, module)}
+    if not found:
+        raise AttachError(f"targets={target!r} matches no module of {type(model).__name__}{_nearest(named, target)}")
+    return found
+
+
+def _is_match(model: nn.Module, target: Any, name: str, module: nn.Module) -> bool:
+    if target is None:
+        return module is model
+    if isinstance(target, str):
+        return name == target or (any(sign in target for sign in "*?[") and _glob(name.split("."), target.split(".")))
+    if isinstance(target, re.Pattern):
+        return bool(name) and target.search(name) is not None
+    if isinstance(target, type):
+        return isinstance(module, target)
+    if isinstance(target, nn.Module):
+        return module is target
+    if callable(target):
+        return bool(target(name, module))
+    raise AttachError(
+        f"targets={target!r}: expected None, a name, a glob, a compiled regex, a class, a function of name and "
+        "module, a submodule, or a list of these"
+    )
+
+
+def _glob(name: list[str], pattern: list[str]) -> bool:
+    """Match a dotted name part by part, as a shell does with paths; ``**`` stands for any parts."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_glob(name[skipped:], pattern[1:]) for skipped in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _glob(name[1:], pattern[1:])
+
+
+def _nearest(named: dict[str, nn.Module], target: Any) -> str:
+    if not isinstance(target, (str, re.Pattern)):
+        return ""
+    text = target if isinstance(target, str) else target.pattern
+    near = difflib.get_close_matches(text, list(named), n=3, cutoff=0.4) or [name for name in named if name][:3]
+    return f"; nearest are {', '.join(map(repr, near))}" if near else ""
+
+
+def _refuse_nested(chosen: dict[str, nn.Module]) -> None:
+    for name, module in chosen.items():
+        inside = {id(child) for child in module.modules()} - {id(module)}
+        for other, candidate in chosen.items():
+            if id(candidate) in inside:
+                raise AttachError(
+                    f"{other!r} lies inside {name or 'the model itself'!r}, which is selected too; "
+                    "a graph of the outer one holds the inner one already. Select one of them."
+                )
+
+
+# -- by model ---------------------------------------------------------------------------------------
+
+
+def _handles_below(model: nn.Module) -> list[Attachment]:
+    with _lock:
+        handles = {id(handle): handle for child in model.modules() if (handle := _attached.get(child)) is not None}
+    return list(handles.values())
+
+
+def detach(model: nn.Module) -> None:
+    """Detach everything that is attached to a model or to its submodules; fine when nothing is.
+
+    Example:
+        >>> import torch, hookgraph
+        >>> hookgraph.detach(torch.nn.Linear(2, 2))
+    """
+    for handle in _handles_below(model):
+        handle.detach()
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether a module or one of its submodules is attached."""
+    return bool(_handles_below(model))
+
+
+def stats(model: nn.Module | None = None) -> Stats:
+    """What became of the calls of everything attached to a model, or in the whole process.
+
+    Args:
+        model: None for everything that is attached now.
+    """
+    if model is not None:
+        handles = _handles_below(model)
+    else:
+        with _lock:
+            handles = list({id(handle): handle for handle in _attached.values()}.values())
+    return _stats_of(handles)
+
+
+def _stats_of(handles: list[Attachment]) -> Stats:
+    modules = [runner.describe() for handle in handles for runner in handle._runners]
+    return Stats.of(modules, sum(handle._backends.pool_bytes for handle in handles))

@@ -1,0 +1,297 @@
+"""The watched warm-up: what a forward reads, writes, draws, and asks of the host.
+
+The first calls of a signature are real eager calls under a ``TorchDispatchMode``.  What it sees
+decides whether a capture is tried at all, so that most captures that would fail never start, and
+the reason names a line of the model's source.
+
+Cost: about one extra eager call, for each watched call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookgraph import tree
+from hookgraph.constants import HostConstants, host_copy, makers
+from hookgraph.private_torch import ThreadPatch, storage_key
+from hookgraph.reasons import Fallback, FallbackReason
+
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+_COPIES = {"_to_copy", "copy_"}
+_SKIPPED_FOLDERS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
+_LARGEST_CONSTANTS = 256 << 20  # bytes; a forward that moves more from the host each call moves weights
+_SKIPPED_FILES = ("contextlib.py", "functools.py")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the watched calls of one signature showed."""
+
+    blocker: Fallback | None = None
+    draws_random_numbers: bool = False
+    written_arguments: set[int] = field(default_factory=set)
+    side: dict[int, torch.Tensor] = field(default_factory=dict)  # by storage: neither argument, module nor made
+    side_lines: dict[int, str] = field(default_factory=dict)
+    written_outside: dict[int, torch.Tensor] = field(default_factory=dict)  # module's and side tensors
+    constants: HostConstants = field(default_factory=HostConstants)
+    operators: int = 0
+
+    def block(self, reason: FallbackReason, what: str) -> None:
+        """Remember the first thing that forbids a graph, with the line that does it."""
+        if self.blocker is None:
+            self.blocker = Fallback(reason, f"{source_line()}: {what}")
+
+
+_auditing = threading.local()
+
+
+def _told(reason: FallbackReason, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function tell the audit of this thread that the forward calls it."""
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            _auditing.findings.block(reason, what)
+            return original(*args, **kwargs)
+
+        return tell
+
+    return replace
+
+
+# What no dispatch mode sees: values of CPU tensors read in C++, and a generator that is set.
+_READERS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
+_readers = ThreadPatch(torch.Tensor, {name: _told(FallbackReason.READ_BACK, name) for name in _READERS})
+_SEEDERS = {torch: ("manual_seed", "seed", "set_rng_state"), torch.cuda: ("manual_seed", "set_rng_state")}
+_seeders = [
+    ThreadPatch(owner, {name: _told(FallbackReason.GENERATOR, f"torch.{name}") for name in names})
+    for owner, names in _SEEDERS.items()
+]
+
+
+@contextmanager
+def watch(audit: Audit) -> Iterator[None]:
+    """Run the block, an eager forward, under an audit.
+
+    Restores: the functions that tell, once no thread audits any more.
+    """
+    before = getattr(_auditing, "findings", None)
+    _auditing.findings = audit.findings
+    with ExitStack() as stack:
+        stack.callback(setattr, _auditing, "findings", before)
+        # Reading a tensor on the host is a read-back only where the host is the device.
+        for patch in ([_readers] if audit.device.type == "cpu" else []) + _seeders:
+            stack.enter_context(patch.active())
+        stack.enter_context(makers.active())
+        stack.enter_context(audit)
+        yield
+
+
+class Audit(TorchDispatchMode):
+    """Watch the operators of one eager forward.
+
+    Args:
+        device: The device that the call works on.
+        arguments: The leaf position of each argument tensor, by storage.
+        own: The module's parameters and buffers, by storage.
+    """
+
+    def __init__(self, device: torch.device, arguments: dict[int, int], own: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.findings = Findings()
+        self.device, self._arguments, self._own = device, arguments, own
+        self._made: set[int] = set()
+        self._random_on_host = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled submodules run their compiled code."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        name = func._schema.name.partition("::")
+        base = name[2]
+        self.findings.operators += 1
+        if name[0] in _COLLECTIVE_NAMESPACES:
+            self.findings.block(FallbackReason.COLLECTIVE, str(func))
+        self._look_at_reads(base, given)
+        self._look_at_host(func, base, args, kwargs, given)
+        self._look_at_random(func, args, kwargs)
+        self._look_at_writes(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._look_at_results(given, out)
+        copy = host_copy(func, args, kwargs)
+        if copy is not None:
+            self._keep_constant(copy[0], out)
+        return out
+
+    def _keep_constant(self, source: torch.Tensor, arrived: torch.Tensor) -> None:
+        """What the forward copied from the host; a capture will be served the same value."""
+        self.findings.constants.record(source, arrived)
+        if self._random_on_host:
+            self.findings.block(FallbackReason.HOST_COPY, "random numbers are drawn on the CPU and copied over")
+        if self.findings.constants.nbytes > _LARGEST_CONSTANTS:
+            self.findings.block(FallbackReason.HOST_COPY, f"{self.findings.constants.nbytes >> 20} MiB on each call")
+
+    def _look_at_reads(self, base: str, given: list[torch.Tensor]) -> None:
+        for tensor in given:
+            key = storage_key(tensor)
+            if key in self._made or key in self._arguments or key in self.findings.side:
+                continue
+            if key in self._own and tensor.device == self.device:
+                continue  # guarded by address; one on the host goes into the graph by its values
+            if base in ("lift_fresh", "lift_fresh_copy"):
+                self._made.add(key)  # torch.tensor(...): a constant, made just now
+                continue
+            self.findings.side[key] = tensor
+            self.findings.side_lines[key] = source_line()
+
+    def _look_at_host(self, func: Any, base: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        if reads_back(func, args, kwargs, self.device):
+            self.findings.block(FallbackReason.READ_BACK, _plain(func))
+            return
+        if self.device.type == "cpu":
+            return
+        if base in _COPIES:
+            self._look_at_copy(func, kwargs, given)
+        elif any(t.device != self.device for t in given) and any(t.device == self.device for t in given):
+            for tensor in given:
+                if tensor.device != self.device and not self._is_constant(tensor):
+                    what = f"{_plain(func)} takes a value from a tensor on {tensor.device}"
+                    self.findings.block(FallbackReason.HOST_TENSOR, what)
+
+    def _look_at_copy(self, func: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """A copy from the device to the CPU is a read-back."""
+        source = given[1] if len(given) > 1 else given[0]
+        wanted = kwargs.get("device")
+        target = given[0].device if len(given) > 1 else source.device if wanted is None else torch.device(wanted)
+        if source.device.type != "cpu" and target.type == "cpu" and source.numel():
+            self.findings.block(FallbackReason.READ_BACK, f"{_plain(func)} to {target}")
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Made from Python numbers inside the forward, or an argument that is keyed by value."""
+        key = storage_key(tensor)
+        return key in self._made or key in self._arguments
+
+    def _look_at_random(self, func: Any, args: Any, kwargs: Any) -> None:
+        if draws(func, args, kwargs):
+            self.findings.draws_random_numbers = True
+            devices = {tensor.device.type for tensor in _tensors((args, kwargs))}
+            wanted = torch.device(kwargs.get("device") or "cpu").type
+            self._random_on_host |= "cpu" in (devices or {wanted})
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.findings.block(FallbackReason.GENERATOR, _plain(func))
+
+    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for tensor in written_tensors(func, args, kwargs):
+            key = storage_key(tensor)
+            if key in self._arguments:
+                self.findings.written_arguments.add(self._arguments[key])
+            elif key not in self._made:
+                self.findings.written_outside[key] = self._own.get(key, tensor)
+
+    def _look_at_results(self, given: list[torch.Tensor], out: Any) -> None:
+        known = {storage_key(tensor) for tensor in given}
+        for tensor in _tensors(out):
+            key = storage_key(tensor)
+            if key not in known:
+                self._made.add(key)
+                # The memory of a dead tensor may serve a new one: then it is no side tensor any more.
+                self.findings.side.pop(key, None)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves, _ = tree.flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    """The tensors that an operator writes to, by its schema."""
+    if _plain(func) in _BATCH_NORMS:
+        yield from _running_statistics(func, args, kwargs)
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+
+
+# Their schemas do not say that they advance the running statistics.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index", "batch_norm"}
+
+
+def _running_statistics(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if given.get("training", given.get("train", True)):
+        for name in ("running_mean", "running_var"):
+            if given.get(name) is not None:
+                yield given[name]
+
+
+def reads_back(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
+    """Whether an operator makes the host wait for a value that the device computes.
+
+    PyTorch tags such operators; indexing and ``repeat_interleave`` do so only for some arguments.
+    """
+    tags = func.tags
+    if torch.Tag.data_dependent_output not in tags and torch.Tag.dynamic_output_shape not in tags:
+        return _masks_with_tensor_value(func, args, device)
+    given = _tensors((args, kwargs))
+    if given and all(tensor.device != device for tensor in given):
+        return False  # a value of the host's own
+    base = _plain(func)
+    if base in ("index", "_unsafe_index"):
+        return any(_is_mask(index) for index in args[1])
+    if base == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return True
+
+
+def _masks_with_tensor_value(func: Any, args: Any, device: torch.device) -> bool:
+    """``x[mask] = values`` asks for the number of true elements, unless there is one value."""
+    if _plain(func) not in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"):
+        return False
+    return any(_is_mask(index) and index.device == device for index in args[1]) and args[2].numel() != 1
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator may draw random numbers; attention kernels do so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
+def source_line() -> str:
+    """The innermost line of the model's own source that is running, as ``file.py:12 in forward``."""
+    frame = sys._getframe(1)
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_SKIPPED_FOLDERS) and not code.co_filename.endswith(_SKIPPED_FILES):
+            found = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno} in {code.co_qualname}"
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return found or "unknown line"

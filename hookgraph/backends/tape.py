@@ -1,0 +1,211 @@
+"""The semantics of a CUDA graph on the CPU: record the operators once, run them on the same memory.
+
+A rehearsal: the same decisions, counters and most failures as on a GPU, without one.
+
+* Python of the forward runs once, while recording; what it decided is fixed.
+* Each replay runs the operators again on the same storages; static outputs are overwritten.
+* Memory that the recording did not allocate is pointed at, not owned: once its owner dropped it,
+  a replay raises, where a GPU would read freed memory.
+* Reading a value back to the host while recording is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookgraph import tree
+from hookgraph.audit import reads_back, source_line, written_tensors
+from hookgraph.backends import Graph, capture_surroundings
+from hookgraph.errors import CaptureError
+from hookgraph.private_torch import compiled_part, storage_key
+from hookgraph.reasons import Fallback, FallbackReason
+
+_CPU = torch.device("cpu")
+_UNINITIALISED = ("empty", "new_empty")
+
+
+class TapeBackend:
+    """Records on the CPU.  One lock stands for the one pool that graphs of a device share."""
+
+    name = "tape"
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    @property
+    def pool_bytes(self) -> int:
+        return 0  # every tape owns its memory
+
+    def refuses(self, module: torch.nn.Module) -> Fallback | None:
+        compiled = compiled_part(module)
+        return Fallback(FallbackReason.COMPILED_PART, compiled) if compiled is not None else None
+
+    def capture(
+        self, call: Callable[[], Any], static_inputs: Sequence[torch.Tensor], draws_random_numbers: bool
+    ) -> tuple[Graph, Any]:
+        tape = Tape(static_inputs)
+        recorder = _Recorder(tape)
+        random_state = torch.get_rng_state()
+        try:
+            with capture_surroundings(), recorder:
+                output = call()
+        except Exception as error:
+            tape.release()
+            raise error if isinstance(error, CaptureError) else CaptureError(_told(error)) from error
+        finally:
+            recorder.put_back()
+            torch.set_rng_state(random_state)  # recording has to execute, a capture does not
+        if not tape.operators:
+            raise CaptureError("the forward ran no operator")
+        return tape, output
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+class _Pointer:
+    """A tensor that the recording read but did not make: its address, not its ownership."""
+
+    __slots__ = ("_dtype", "_note", "_offset", "_shape", "_storage", "_strides")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
+        self._note = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise CaptureError(f"memory that the graph reads has been freed: {self._note}")
+        return torch.empty(0, dtype=self._dtype, device=_CPU).set_(storage, self._offset, self._shape, self._strides)
+
+
+class _Step:
+    """One recorded operator: how to run it again, and where its results go."""
+
+    __slots__ = ("_function", "_leaves", "_pointers", "_results", "_spec")
+
+    def __init__(
+        self, function: Any, leaves: list[Any], spec: tree.TreeSpec, results: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        self._function, self._leaves, self._spec, self._results = function, leaves, spec, results
+        self._pointers = [index for index, leaf in enumerate(leaves) if isinstance(leaf, _Pointer)]
+
+    def run(self) -> None:
+        leaves = self._leaves
+        if self._pointers:
+            leaves = list(leaves)
+            for index in self._pointers:
+                leaves[index] = leaves[index].tensor()
+        args, kwargs = tree.rebuild(self._spec, leaves)
+        out = self._function(*args, **kwargs)
+        if self._results:
+            fresh, _ = tree.flatten(out)
+            for index, static in self._results:
+                static.copy_(fresh[index])
+
+
+class Tape:
+    """Operators in order, and the memory they work on."""
+
+    def __init__(self, static_inputs: Sequence[torch.Tensor]) -> None:
+        self._steps: list[_Step] = []
+        self._owned: list[torch.Tensor] = list(static_inputs)
+        self._made = {storage_key(tensor) for tensor in static_inputs}
+        self._inputs = len(self._owned)
+
+    @property
+    def operators(self) -> int | None:
+        return len(self._steps)
+
+    @property
+    def nbytes(self) -> int:
+        inputs = {storage_key(tensor) for tensor in self._owned[: self._inputs]}
+        storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self._owned}
+        return sum(size for key, size in storages.items() if key not in inputs)
+
+    def launch(self) -> None:
+        with torch.no_grad():
+            for step in self._steps:
+                step.run()
+
+    def release(self) -> None:
+        self._steps.clear()
+        self._owned.clear()
+        self._made.clear()
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return storage_key(tensor) in self._made
+
+    def own(self, tensor: torch.Tensor) -> None:
+        self._made.add(storage_key(tensor))
+        self._owned.append(tensor)
+
+    def add(self, function: Any, args: Any, kwargs: Any, out: Any, given: set[int]) -> None:
+        """Append an operator that has just run."""
+        results, _ = tree.flatten(out)
+        fresh = [(i, t) for i, t in enumerate(results) if isinstance(t, torch.Tensor) and storage_key(t) not in given]
+        if not fresh and not function._schema.is_mutable:
+            return  # a view: the memory it looks at stays where it is
+        leaves, spec = tree.flatten((args, kwargs))
+        for _, tensor in fresh:
+            self.own(tensor)
+        if function._schema.name.partition("::")[2].startswith(_UNINITIALISED):
+            return
+        pointed = [
+            _Pointer(leaf) if isinstance(leaf, torch.Tensor) and not self.owns(leaf) else leaf for leaf in leaves
+        ]
+        self._steps.append(_Step(function, pointed, spec, fresh))
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes a tape while a forward runs; what it does to memory of others is put back."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code alone.
+
+        Without this, Dynamo gives up on its frames for good, and the user's next call fails.  What
+        compiled code made is found out afterwards: the tape does not own it.
+        """
+        return True
+
+    def put_back(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_back(func, args, kwargs, _CPU):
+            raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
+        given = {storage_key(leaf) for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+        if func._schema.name.startswith("aten::lift_fresh"):
+            for leaf in tree.flatten(args)[0]:
+                self._tape.own(leaf)  # torch.tensor(...): a constant of the graph
+        for tensor in written_tensors(func, args, kwargs):
+            if not self._tape.owns(tensor):
+                storage = tensor.untyped_storage()
+                self._before.setdefault(storage_key(tensor), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        self._tape.add(func, args, kwargs, out, given)
+        return out

@@ -1,0 +1,189 @@
+"""One signature's graph: capture it, replay it, prove it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookgraph import proof, results
+from hookgraph.audit import Findings
+from hookgraph.backends import Backend, Graph
+from hookgraph.constants import Serve, makers
+from hookgraph.errors import CaptureError
+from hookgraph.guards import Guards, SideTensor, own_tensors
+from hookgraph.inputs import StaticInputs
+from hookgraph.private_torch import storage_key
+from hookgraph.reasons import Fallback, FallbackReason
+from hookgraph.results import Rebuilt, Recipe, Shadow
+from hookgraph.signature import Call
+from hookgraph.state import ModuleState
+
+Forward = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Replayed:
+    """One replay whose effects have been taken back, to be compared with eager."""
+
+    rebuilt: Rebuilt
+    arguments: list[torch.Tensor]  # new values of the arguments written in place
+    outside: list[torch.Tensor]  # new values of the module's tensors written in place
+
+
+class CapturedForward:
+    """A graph with its static inputs, the recipe for its results, and its guards."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        graph: Graph,
+        inputs: StaticInputs,
+        recipe: Recipe,
+        guards: Guards,
+        findings: Findings,
+        capture_ns: int,
+    ) -> None:
+        self.backend, self._graph = backend, graph
+        self.inputs, self._recipe, self.guards = inputs, recipe, guards
+        self._random, self._outside = findings.draws_random_numbers, list(findings.written_outside.values())
+        self._written_storages = set(findings.written_outside)
+        self._constants = findings.constants  # the graph reads them at their addresses
+        self.capture_ns = capture_ns
+
+    @property
+    def operators(self) -> int | None:
+        return self._graph.operators
+
+    @property
+    def input_bytes(self) -> int:
+        return self.inputs.nbytes + self._constants.nbytes
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graph.nbytes
+
+    @property
+    def output_bytes(self) -> int:
+        return self._recipe.nbytes
+
+    def release(self) -> None:
+        """Give back the graph's memory; it cannot be replayed afterwards."""
+        self._graph.release()
+
+    def aliasing(self, call: Call, own: Callable[[], dict[int, torch.Tensor]]) -> Fallback | None:
+        """Why this call's arguments must not be copied: one that is written shares memory."""
+        written = {storage_key(call.leaves[position]) for position, _ in self._recipe.written}
+        if not written and not self._written_storages:
+            return None
+        storages = [storage_key(call.leaves[position]) for position in call.tensors]
+        if any(storages.count(key) > 1 for key in written):
+            return Fallback(FallbackReason.ALIASED_ARGUMENTS)
+        if not self._written_storages.isdisjoint(storages) or not written.isdisjoint(own() if written else ()):
+            return Fallback(FallbackReason.ALIASED_ARGUMENTS, "with a tensor of the module")
+        return None
+
+    def replay(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], clone: bool) -> Any:
+        """Run the graph on a call's arguments and return what the forward would return."""
+        with self.backend.turn():
+            self.inputs.fill(call.leaves)
+            self._graph.launch()
+            rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone)
+            rebuilt.write_back()
+        return rebuilt.output
+
+    # -- proof ---------------------------------------------------------------------------------
+
+    def sees_new_values(self, call: Call) -> bool:
+        """Whether a call's tensors differ from those of the last launch."""
+        pairs = zip(self.inputs.tensors, (call.leaves[position] for position in call.tensors), strict=True)
+        return any(not proof.same_bits(static, leaf) for static, leaf in pairs)
+
+    def rehearse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replayed:
+        """Run the graph and take back every effect, so that eager can run the same call.
+
+        Restores: tensors of the module that the graph writes, and random state.
+        """
+        random = _RandomState(call.device) if self._random else None
+        with self.backend.turn(), torch.no_grad():
+            before = [tensor.clone() for tensor in self._outside]
+            self.inputs.fill(call.leaves)
+            self._graph.launch()
+            rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
+            arguments = [value.clone() for _, value in rebuilt.arguments]
+            outside = [tensor.clone() for tensor in self._outside]
+            for tensor, value in zip(self._outside, before, strict=True):
+                tensor.copy_(value)
+        if random is not None:
+            random.restore()
+        return Replayed(rebuilt, arguments, outside)
+
+    def difference(self, replayed: Replayed, output: Any) -> str | None:
+        """Where a rehearsal and the eager call that followed it differ."""
+        found = proof.difference(replayed.rebuilt, output, replayed.arguments)
+        for tensor, value in zip(self._outside, replayed.outside, strict=True):
+            if found is None and not proof.same_bits(tensor, value):
+                found = f"a tensor of the module {list(tensor.shape)} that the forward writes"
+        return found
+
+
+class _RandomState:
+    """The default random generator of a device, as it was."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def restore(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._state, self._device)
+        else:
+            torch.set_rng_state(self._state)
+
+
+def capture(
+    module: nn.Module, forward: Forward, call: Call, findings: Findings, side: list[SideTensor], backend: Backend
+) -> CapturedForward | Fallback:
+    """Capture a forward for all calls of one signature.
+
+    Returns:
+        The graph, or the reason why there is none.
+
+    Restores: the module's Python state, whatever the forward assigned while it was recorded.
+    """
+    started = time.perf_counter_ns()
+    guards = Guards(module, side)
+    inputs = StaticInputs(call)
+    inputs.fill(call.leaves)  # a forward may branch on nothing but shapes, yet it should see sane values
+    shadow = Shadow.of(call.spec, inputs)
+    state = ModuleState(module, tensors=True)
+
+    def recorded() -> Any:
+        if not findings.constants.on_host:
+            return forward(*shadow.args, **shadow.kwargs)
+        with Serve(findings.constants), makers.active():
+            return forward(*shadow.args, **shadow.kwargs)
+
+    try:
+        graph, output = backend.capture(recorded, inputs.tensors, findings.draws_random_numbers)
+    except CaptureError as error:
+        return Fallback(FallbackReason.CAPTURE_FAILED, str(error))
+    finally:
+        change = state.difference()
+        if change is not None:
+            state.restore()
+    if change is not None:
+        graph.release()
+        return Fallback(FallbackReason.CHANGES_STATE, f"while it was captured: {change}")
+    own = own_tensors(module) | {storage_key(tensor.tensor): tensor.tensor for tensor in side}
+    recipe = results.learn(
+        output, shadow, call, findings.written_arguments, lambda tensor: own.get(storage_key(tensor)), graph.owns
+    )
+    if isinstance(recipe, Fallback):
+        graph.release()
+        return recipe
+    return CapturedForward(backend, graph, inputs, recipe, guards, findings, time.perf_counter_ns() - started)

@@ -1,0 +1,247 @@
+"""One module's pre-hook, seam and post-hook: put in at once, taken out without a trace.
+
+A forward pre-hook cannot skip ``forward``, so the hooks only watch; the seam in the instance's
+``forward`` slot acts.  Nothing is held between the two hooks, because a post-hook does not run
+when a KeyboardInterrupt passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import wrapt
+from torch import nn
+
+from hookgraph.counters import Outcome
+from hookgraph.reasons import Fallback, FallbackReason
+from hookgraph.runner import Runner
+
+_HOOK_DICTIONARIES = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+_ABSENT = object()
+
+
+class Seam(wrapt.FunctionWrapper[..., Any]):
+    """What stands in a module's ``forward`` slot; copies and pickles as the plain forward."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain_forward(copy.deepcopy(self.__self__, memo))  # as for any bound method
+
+    def __copy__(self) -> Any:
+        return _plain_forward(self.__self__)
+
+    def __reduce__(self) -> Any:
+        return _plain_forward(self.__self__).__reduce__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_forward(self.__self__).__reduce_ex__(protocol)
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+class _BoundForward:
+    """The class's forward bound to a module that it does not keep alive.
+
+    A bound method in the module's own ``__dict__`` would be a cycle, and the module's memory would
+    wait for the garbage collector.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.__func__ = type(module).forward
+        self.__name__ = getattr(self.__func__, "__name__", "forward")
+        self.__qualname__ = getattr(self.__func__, "__qualname__", "forward")
+        self.__doc__ = self.__func__.__doc__
+        self.__module__ = getattr(self.__func__, "__module__", None)  # type: ignore[assignment]
+
+    @property
+    def __self__(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward no longer exists")
+        return module
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self.__self__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
+class _Record:
+    """One call through ``module(...)`` on one thread."""
+
+    __slots__ = ("module", "served")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.served = module, False
+
+
+class _Watcher:
+    """A hook of ours.  If a foreign copy routine copies it, the copy does nothing."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*args)
+
+    def __reduce__(self) -> Any:
+        # Accepts anything, returns None, and unpickles where hookgraph is not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ModuleHooks:
+    """What hookgraph adds to one module.
+
+    Restores: ``remove`` leaves the module's ``__dict__`` and hook dictionaries as they were found.
+    """
+
+    def __init__(self, module: nn.Module, runner: Runner) -> None:
+        self._module = weakref.ref(module)
+        self.runner = runner
+        self._calls = threading.local()
+        self._active = True
+        self._displaced_by: str | None = None
+        self._found = module.__dict__.get("forward", _ABSENT)
+        self._inner = _BoundForward(module) if self._found is _ABSENT else self._found
+        self._seam = Seam(self._inner, self._serve)
+        self._handles: list[Any] = []
+        self._install(module)
+
+    def _install(self, module: nn.Module) -> None:
+        try:
+            self._handles.append(module.register_forward_pre_hook(_Watcher(self._before), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_hook(_Watcher(self._after), with_kwargs=True, always_call=True)
+            )
+            module.__dict__["forward"] = self._seam
+            module.__dict__["__reduce_ex__"] = _PlainReduce(module, self)
+        except BaseException:
+            self.remove()
+            raise
+        weakref.finalize(module, self.runner.release).atexit = False
+
+    def remove(self) -> None:
+        """Take out what is ours; where another library wrapped on top of it, switch it off instead."""
+        self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        module = self._module()
+        if module is None:
+            return
+        if isinstance(module.__dict__.get("__reduce_ex__"), _PlainReduce):
+            del module.__dict__["__reduce_ex__"]
+        if module.__dict__.get("forward") is self._seam:
+            if self._found is _ABSENT:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = self._found
+        _replace_references(self._seam, self._plain(module))
+
+    def _plain(self, module: nn.Module) -> Any:
+        return _plain_forward(module) if self._found is _ABSENT else self._found
+
+    # -- the call path -----------------------------------------------------------------------------
+
+    def _stack(self) -> list[_Record]:
+        if not hasattr(self._calls, "stack"):
+            self._calls.stack = []
+        stack: list[_Record] = self._calls.stack
+        return stack
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack().append(_Record(module))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stack = self._stack()
+        while stack:  # records of calls that a KeyboardInterrupt ended lie on top of ours
+            record = stack.pop()
+            if record.module is module:
+                break
+        else:
+            return
+        if record.served:
+            return
+        if output is None and sys.exc_info()[0] is not None:
+            self.runner.counters.mark(Outcome.ERROR)
+            return
+        current = module.__dict__.get("forward")
+        what = getattr(current, "__qualname__", type(current).__qualname__)
+        self.runner.counters.mark(Outcome.EAGER, Fallback(FallbackReason.DISPLACED, what))
+
+    def _serve(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or not self._active:
+            return wrapped(*args, **kwargs)
+        stack = self._stack()
+        record = stack[-1] if stack and not stack[-1].served else None
+        if record is not None:
+            record.served = True
+            if record.module is not self._module():
+                # A replica shares our hooks and our seam, yet has weights of its own.
+                forward = _plain_forward(record.module) if self._found is _ABSENT else wrapped
+                return self.runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), forward, args, kwargs)
+        return self.runner.run(wrapped, args, kwargs)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def strip(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A module's ``__dict__`` without anything of ours, for a copy or a pickle."""
+        plain = dict(state)
+        plain.pop("__reduce_ex__", None)
+        if plain.get("forward") is self._seam:
+            del plain["forward"]
+            if self._found is not _ABSENT:
+                plain["forward"] = self._found
+        ours = {handle.id for handle in self._handles}
+        for name in _HOOK_DICTIONARIES:
+            if name in plain:
+                plain[name] = type(plain[name])((key, hook) for key, hook in plain[name].items() if key not in ours)
+        return plain
+
+
+class _PlainReduce:
+    """An instance's ``__reduce_ex__``: ``copy.deepcopy`` and ``pickle`` see a module without us."""
+
+    def __init__(self, module: nn.Module, hooks: ModuleHooks) -> None:
+        self._module, self._hooks = weakref.ref(module), hooks
+
+    def __call__(self, protocol: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is being copied
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+            return (*reduced[:2], self._hooks.strip(reduced[2]), *reduced[3:])
+        return reduced
+
+    def __reduce__(self) -> Any:
+        raise TypeError("hookgraph's entry in an attached module's __dict__ cannot be copied by itself")
+
+
+def _replace_references(seam: Seam, plain: Any) -> None:
+    """Where another library kept our seam as "the original forward", leave the plain one there."""
+    for holder in gc.get_referrers(seam):
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if value is seam and key != "_seam"]:
+                holder[key] = plain
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = plain

@@ -1,0 +1,100 @@
+"""The examples of the pages and of the docstrings run."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import hookgraph
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["docs/quickstart.md", "docs/limits.md", "docs/index.md"]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULES = sorted({"hookgraph", *(m.name for m in pkgutil.walk_packages(hookgraph.__path__, "hookgraph."))})
+
+
+@pytest.fixture(autouse=True)
+def no_residue():
+    """A page shows training after ``detach``, which changes the module for good reason; other tests watch residue."""
+
+
+@pytest.fixture
+def small_qwen_image(monkeypatch):
+    """Stand in for the download of 55 GB: the real pipeline class with small random parts.
+
+    The text encoder is left out; a prompt becomes random embeddings of as many tokens as it has words.
+    """
+    diffusers = pytest.importorskip("diffusers", reason="needs the extra: pip install 'hookgraph[models]'")
+
+    class SmallQwenImagePipeline(diffusers.QwenImagePipeline):
+        def _get_qwen_prompt_embeds(self, prompt, device=None, dtype=None):
+            words = [one.split() for one in ([prompt] if isinstance(prompt, str) else prompt)]
+            length = max(map(len, words))
+            mask = torch.tensor([[position < len(one) for position in range(length)] for one in words])
+            return torch.randn(len(words), length, 16).to(device, self.transformer.dtype), mask.long().to(device)
+
+    def from_pretrained(name, torch_dtype=torch.float32):
+        assert name == "Qwen/Qwen-Image"
+        transformer = diffusers.QwenImageTransformer2DModel(
+            in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+        )  # fmt: skip
+        vae = diffusers.AutoencoderKLQwenImage(
+            base_dim=2, z_dim=4, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True],
+            latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        )  # fmt: skip
+        pipe = SmallQwenImagePipeline(
+            transformer=transformer.eval(), vae=vae.eval(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            text_encoder=None, tokenizer=None,
+        )  # fmt: skip
+        pipe.set_progress_bar_config(disable=True)
+        return pipe.to(torch_dtype)
+
+    monkeypatch.setattr(diffusers.QwenImagePipeline, "from_pretrained", from_pretrained)
+
+
+def run_page(page):
+    """Run the blocks of one page in order in one namespace, as a reader would type them."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    namespace = {"__name__": "__page__"}
+    for match in BLOCK.finditer(text):
+        # Blank lines in front make a traceback name the line of the page.
+        above = text.count("\n", 0, match.start(1))
+        exec(compile("\n" * above + match[1], str(ROOT / page), "exec"), namespace)
+
+
+def without_measures(text):
+    """Times and sizes differ from machine to machine; counts, words and columns do not."""
+    return [re.sub(r" +[\d,]+\.\d+", " #", line) for line in text.splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore::hookgraph.HookgraphWarning")  # some examples show a limit being reached
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(page):
+    run_page(page)
+
+
+@pytest.mark.usefixtures("small_qwen_image")
+def test_readme_runs_and_prints_its_table(capsys):
+    run_page("README.md")
+    printed = without_measures(capsys.readouterr().out)
+    (table,) = TABLE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    if not torch.cuda.is_available():  # the README shows what a machine without a GPU prints
+        assert printed[: len(table.splitlines())] == without_measures(table)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_docstrings_run(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+def test_api_page_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\.\. auto\w+:: hookgraph\.(\w+)", page, re.MULTILINE))
+    assert shown == set(hookgraph.__all__) - {"__version__"}
