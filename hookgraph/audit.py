@@ -9,9 +9,11 @@ Cost: about one extra eager call, for each watched call.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import tree
@@ -103,10 +106,15 @@ class Audit(TorchDispatchMode):
         device: The device that the call works on.
         arguments: The leaf position of each argument tensor, by storage.
         own: The module's parameters and buffers, by storage.
+        compiled: Whether some of the forward is compiled, and allocates memory unseen.
     """
 
-    def __init__(self, device: torch.device, arguments: dict[int, int], own: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self, device: torch.device, arguments: dict[int, int], own: dict[int, torch.Tensor], compiled: bool
+    ) -> None:
         super().__init__()
+        self._compiled = compiled
+        self._passing: dict[int, tuple[weakref.ref[torch.Tensor], StorageWeakRef]] = {}
         self.findings = Findings()
         self.device, self._arguments, self._own = device, arguments, own
         self._made: set[int] = set()
@@ -147,15 +155,39 @@ class Audit(TorchDispatchMode):
     def _look_at_reads(self, base: str, given: list[torch.Tensor]) -> None:
         for tensor in given:
             key = storage_key(tensor)
-            if key in self._made or key in self._arguments or key in self.findings.side:
+            if key in self._made or key in self._arguments or key in self.findings.side or key in self._passing:
                 continue
             if key in self._own and tensor.device == self.device:
                 continue  # guarded by address; one on the host goes into the graph by its values
             if base in ("lift_fresh", "lift_fresh_copy"):
                 self._made.add(key)  # torch.tensor(...): a constant, made just now
                 continue
-            self.findings.side[key] = tensor
             self.findings.side_lines[key] = source_line()
+            if self._compiled:
+                self._passing[key] = (weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage()))
+            else:
+                self.findings.side[key] = tensor
+
+    def finish(self, result: Any) -> None:
+        """Tell side tensors from what compiled code allocated, which no mode sees it do.
+
+        What dies with the forward, or comes out of it, was made in it.
+
+        Args:
+            result: The output of the forward, and the arguments as it left them.
+        """
+        if not self._passing:
+            return
+        came_out = {storage_key(tensor) for tensor in _tensors(result)}
+        gc.collect()  # a cycle of the forward may still hold some
+        for key, (tensor_ref, storage_ref) in self._passing.items():
+            tensor = tensor_ref()
+            if storage_ref.expired() or key in came_out:
+                continue
+            if tensor is not None:
+                self.findings.side[key] = tensor
+            elif self.findings.blocker is None:
+                self.findings.blocker = Fallback(FallbackReason.SIDE_TENSOR, self.findings.side_lines[key])
 
     def _look_at_host(self, func: Any, base: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if reads_back(func, args, kwargs, self.device):
@@ -209,6 +241,7 @@ class Audit(TorchDispatchMode):
                 self._made.add(key)
                 # The memory of a dead tensor may serve a new one: then it is no side tensor any more.
                 self.findings.side.pop(key, None)
+                self._passing.pop(key, None)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

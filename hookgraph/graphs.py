@@ -15,13 +15,15 @@ from hookgraph.audit import Findings
 from hookgraph.backends import Backend, Graph
 from hookgraph.constants import Serve, makers
 from hookgraph.errors import CaptureError
-from hookgraph.guards import Guards, SideTensor, own_tensors
+from hookgraph.guards import Guards, own_tensors
 from hookgraph.inputs import StaticInputs
 from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.results import Rebuilt, Recipe, Shadow
 from hookgraph.signature import Call
 from hookgraph.state import ModuleState
+
+_SMALL = 1 << 20  # bytes; counters and statistics are smaller, tables are not written
 
 Forward = Callable[..., Any]
 
@@ -33,6 +35,11 @@ class Replayed:
     rebuilt: Rebuilt
     arguments: list[torch.Tensor]  # new values of the arguments written in place
     outside: list[torch.Tensor]  # new values of the module's tensors written in place
+    unseen: str | None  # a write that the audit did not see
+
+
+class Stale(Exception):
+    """A graph no longer fits its module."""
 
 
 class CapturedForward:
@@ -52,6 +59,7 @@ class CapturedForward:
         self.inputs, self._recipe, self.guards = inputs, recipe, guards
         self._random, self._outside = findings.draws_random_numbers, list(findings.written_outside.values())
         self._written_storages = set(findings.written_outside)
+        self._has_effects = self._random or bool(self._outside)
         self._constants = findings.constants  # the graph reads them at their addresses
         self.capture_ns = capture_ns
 
@@ -87,14 +95,38 @@ class CapturedForward:
             return Fallback(FallbackReason.ALIASED_ARGUMENTS, "with a tensor of the module")
         return None
 
+    def before_launch(self) -> str | None:
+        """What must be known before the graph may run: a launch with effects cannot be taken back."""
+        change = self.guards.moved()
+        return self.guards.changed() if change is None and self._has_effects else change
+
     def replay(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], clone: bool) -> Any:
-        """Run the graph on a call's arguments and return what the forward would return."""
+        """Run the graph on a call's arguments and return what the forward would return.
+
+        Raises:
+            Stale: The module has changed since the capture; nothing has been written.
+
+        Streams: the caller's current stream does all the work.
+        Aliasing: the output shares no memory with the graph, where ``clone`` says so.
+        """
         with self.backend.turn():
             self.inputs.fill(call.leaves)
             self._graph.launch()
             rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone)
+            # The device is at work: time to see whether its result may be used.
+            change = None if self._has_effects else self.guards.changed()
+            if change is not None:
+                raise Stale(change)
             rebuilt.write_back()
         return rebuilt.output
+
+    def _small_buffers(self) -> list[torch.Tensor]:
+        known = {storage_key(tensor) for tensor in self._outside}
+        return [
+            buffer
+            for buffer in self.guards.buffers()
+            if storage_key(buffer) not in known and buffer.untyped_storage().nbytes() <= _SMALL
+        ]
 
     # -- proof ---------------------------------------------------------------------------------
 
@@ -111,20 +143,34 @@ class CapturedForward:
         random = _RandomState(call.device) if self._random else None
         with self.backend.turn(), torch.no_grad():
             before = [tensor.clone() for tensor in self._outside]
+            watched = [(tensor, tensor.clone()) for tensor in self._small_buffers()]
             self.inputs.fill(call.leaves)
             self._graph.launch()
             rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
             arguments = [value.clone() for _, value in rebuilt.arguments]
             outside = [tensor.clone() for tensor in self._outside]
-            for tensor, value in zip(self._outside, before, strict=True):
-                tensor.copy_(value)
+            unseen = self._unseen_writes(call, watched)
+            for tensor, value in (*zip(self._outside, before, strict=True), *watched):
+                if not proof.same_bits(tensor, value):
+                    tensor.copy_(value)
         if random is not None:
             random.restore()
-        return Replayed(rebuilt, arguments, outside)
+        return Replayed(rebuilt, arguments, outside, unseen)
+
+    def _unseen_writes(self, call: Call, watched: list[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+        """What the graph wrote without the audit having seen it: a kernel that hides its writes."""
+        written = {position for position, _ in self._recipe.written}
+        for position, static in zip(call.tensors, self.inputs.tensors, strict=True):
+            if position not in written and not proof.same_bits(static, call.leaves[position]):
+                return f"the forward writes to the argument at leaf {position} unseen"
+        for tensor, value in watched:
+            if not proof.same_bits(tensor, value):
+                return f"the forward writes to a buffer {list(tensor.shape)} unseen"
+        return None
 
     def difference(self, replayed: Replayed, output: Any) -> str | None:
         """Where a rehearsal and the eager call that followed it differ."""
-        found = proof.difference(replayed.rebuilt, output, replayed.arguments)
+        found = replayed.unseen or proof.difference(replayed.rebuilt, output, replayed.arguments)
         for tensor, value in zip(self._outside, replayed.outside, strict=True):
             if found is None and not proof.same_bits(tensor, value):
                 found = f"a tensor of the module {list(tensor.shape)} that the forward writes"
@@ -146,7 +192,7 @@ class _RandomState:
 
 
 def capture(
-    module: nn.Module, forward: Forward, call: Call, findings: Findings, side: list[SideTensor], backend: Backend
+    module: nn.Module, forward: Forward, call: Call, findings: Findings, guards: Guards, backend: Backend
 ) -> CapturedForward | Fallback:
     """Capture a forward for all calls of one signature.
 
@@ -156,7 +202,6 @@ def capture(
     Restores: the module's Python state, whatever the forward assigned while it was recorded.
     """
     started = time.perf_counter_ns()
-    guards = Guards(module, side)
     inputs = StaticInputs(call)
     inputs.fill(call.leaves)  # a forward may branch on nothing but shapes, yet it should see sane values
     shadow = Shadow.of(call.spec, inputs)
@@ -179,7 +224,7 @@ def capture(
     if change is not None:
         graph.release()
         return Fallback(FallbackReason.CHANGES_STATE, f"while it was captured: {change}")
-    own = own_tensors(module) | {storage_key(tensor.tensor): tensor.tensor for tensor in side}
+    own = own_tensors(module) | {storage_key(tensor): tensor for tensor in guards.side_tensors()}
     recipe = results.learn(
         output, shadow, call, findings.written_arguments, lambda tensor: own.get(storage_key(tensor)), graph.owns
     )

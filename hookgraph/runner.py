@@ -20,10 +20,10 @@ from hookgraph.backends import Backends
 from hookgraph.churn import ScalarChurn
 from hookgraph.counters import Counters, Outcome
 from hookgraph.errors import FallbackError, HookgraphWarning
-from hookgraph.graphs import CapturedForward
+from hookgraph.graphs import CapturedForward, Stale
 from hookgraph.options import Options
 from hookgraph.policy import Plan, Situation, Stage
-from hookgraph.private_torch import storage_key
+from hookgraph.private_torch import compiled_part, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Call, Signature
 from hookgraph.state import ModuleState
@@ -130,8 +130,12 @@ class Runner:
             entry, decision = self._decide(key)
             if decision.plan is Plan.REPLAY:
                 decision = self._check(entry, call)
-            if decision.plan is Plan.REPLAY and not entry.proofs_left:
-                return self._replay(entry, call, args, kwargs)
+            if decision.plan is Plan.REPLAY and not entry.proofs_left and not self._is_due(entry):
+                try:
+                    return self._replay(entry, call, args, kwargs)
+                except Stale as stale:
+                    self._invalidate_stale(str(stale))
+                    decision = policy.decide(self._situation(entry))
             if decision.plan in (Plan.CAPTURE, Plan.WARM_UP):
                 entry.stage = Stage.BUSY
         if decision.plan is Plan.WARM_UP:
@@ -142,6 +146,11 @@ class Runner:
             return self._replay_on_probation(entry, call, forward, args, kwargs)
         assert decision.fallback is not None
         return self.eager(decision.fallback, forward, args, kwargs, entry)
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether this replay is one that ``verify_every`` compares with eager."""
+        every = self.options.verify_every
+        return every is not None and (entry.replays + 1) % every == 0
 
     def _decide(self, key: Signature) -> tuple[Entry, policy.Decision]:
         entry = self._entries.get(key) or self._blocked.get(key)
@@ -191,7 +200,7 @@ class Runner:
         aliased = entry.graph.aliasing(call, lambda: guards.own_tensors(module) if module is not None else {})
         if aliased is not None:
             return policy.Decision(Plan.EAGER, aliased)
-        change = entry.graph.guards.difference()
+        change = entry.graph.guards.difference() if entry.proofs_left else entry.graph.before_launch()
         if change is None:
             return policy.Decision(Plan.REPLAY)
         self._invalidate_stale(change)
@@ -228,13 +237,15 @@ class Runner:
             self._forget(entry)
             return self.eager(blocker, forward, args, kwargs, entry)
         state = ModuleState(module, tensors=True)
-        audit = Audit(call.device, _argument_storages(call), guards.own_tensors(module))
+        compiled = compiled_part(module) is not None
+        audit = Audit(call.device, _argument_storages(call), guards.own_tensors(module), compiled)
         try:
             with watch(audit):
                 output = self._call(forward, args, kwargs, entry)
         except BaseException:  # as if it had not been tried
             self._forget(entry)
             raise
+        audit.finish((output, args, kwargs))
         verdict = self._judge(entry, audit.findings, call, state.difference())
         self._mark(Outcome.WARMUP if verdict.blocker is None else Outcome.EAGER, entry, verdict.blocker)
         if verdict.blocker is not None:
@@ -290,7 +301,7 @@ class Runner:
             entry.proofs_left = self.options.verify + 1 if self.options.verify else 0
             if not entry.proofs_left:
                 entry.stage = Stage.TRUSTED
-                return self._replay(entry, call, args, kwargs, Outcome.CAPTURE)
+                return self._replay_or_eager(entry, call, forward, args, kwargs, Outcome.CAPTURE)
         return self._prove(entry, call, forward, args, kwargs, Outcome.CAPTURE)
 
     def _try_capture(self, module: nn.Module, entry: Entry, call: Call, forward: Forward) -> CapturedForward | Fallback:
@@ -302,7 +313,8 @@ class Runner:
         side = guards.locate(module, findings, call.device)
         if isinstance(side, Fallback):
             return side
-        made = graphs.capture(module, forward, call, findings, side, self._backends.on(call.device))
+        taken = guards.Guards(module, side, self.options.guards)
+        made = graphs.capture(module, forward, call, findings, taken, self._backends.on(call.device))
         findings.side.clear()  # the graph keeps what it reads; a forgotten reference would keep more
         limit = self.options.max_bytes
         if isinstance(made, CapturedForward) and limit is not None:
@@ -316,6 +328,8 @@ class Runner:
         assert entry.graph is not None
         try:
             output = entry.graph.replay(call, args, kwargs, self.options.outputs == "clone")
+        except Stale:
+            raise
         except BaseException:
             self._mark(Outcome.ERROR, entry)
             raise
@@ -324,11 +338,21 @@ class Runner:
         self._mark(outcome, entry)
         return output
 
+    def _replay_or_eager(
+        self, entry: Entry, call: Call, forward: Forward, args: Any, kwargs: Any, outcome: Outcome
+    ) -> Any:
+        """Replay a graph that was checked just now; another thread may change the module meanwhile."""
+        try:
+            return self._replay(entry, call, args, kwargs, outcome)
+        except Stale as stale:
+            self._invalidate_stale(str(stale))
+            return self.eager(Fallback(FallbackReason.UNSTABLE, str(stale)), forward, args, kwargs, entry)
+
     def _replay_on_probation(self, entry: Entry, call: Call, forward: Forward, args: Any, kwargs: Any) -> Any:
         with self._lock:
             graph = entry.graph
-            if graph is not None and not graph.sees_new_values(call):
-                return self._replay(entry, call, args, kwargs)
+            if graph is not None and entry.proofs_left and not graph.sees_new_values(call):
+                return self._replay_or_eager(entry, call, forward, args, kwargs, Outcome.REPLAY)
         if graph is None:  # another thread dropped it meanwhile
             return self.eager(Fallback(FallbackReason.BUSY), forward, args, kwargs, entry)
         return self._prove(entry, call, forward, args, kwargs, Outcome.REPLAY)
@@ -345,6 +369,7 @@ class Runner:
         fallback = None
         with self._lock:
             if found is None:
+                entry.replays += outcome is Outcome.REPLAY
                 entry.proofs_left = max(entry.proofs_left - 1, 0)
                 entry.invalidations = 0
                 if not entry.proofs_left and entry.stage is Stage.CAPTURED:

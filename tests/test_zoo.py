@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 import hookgraph
+from tests.gpu import zoo_h200
 from tests.models.cases import CASES
 from tests.models.driving import run_case
 
@@ -74,3 +77,18 @@ def test_the_caller_s_cache_can_be_freed() -> None:
             del args, kwargs
     gc.collect()
     assert not [ref for ref in alive if ref() is not None]
+
+
+def test_the_gpu_script_rehearsed_on_the_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``tests/gpu/zoo_h200.py`` writes what ``docs/results`` keeps."""
+    out = tmp_path / "results" / "zoo.json"
+    names = ["wan-token"]
+    arguments = ["--device", "cpu", "--dtypes", "float32", "--rounds", "1", "--only", *names, "--out", str(out)]
+    assert zoo_h200.main(arguments) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    result = report["cases"]["wan-token_timesteps"]["float32"]
+    assert result["parity"] is True
+    assert result["outcomes"].count("replays") >= 3
+    assert result["eager_ms"]["count"] == result["attached_ms"]["count"] == result["timed_outcomes"]["replays"] == 6
+    assert {"date", "command", "machine", "versions", "cases"} <= report.keys()
+    assert "1 of 1 equal to eager bit for bit" in capsys.readouterr().out

@@ -213,13 +213,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "needs a CUDA device\n")
-    warnings.simplefilter("ignore")
     for library in ("diffusers", "transformers"):
         importlib.import_module(f"{library}.utils.logging").set_verbosity_error()
 
     results: dict[str, dict[str, Any]] = {}
     print(f"{'case':34} {'dtype':9} {'beside eager':18} {'w  c  r  e':>12} {'eager':>8} {'attached':>8} ms")
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries; ours are among the reasons
         for name, case in CASES.items():
             if options.device not in case.devices or (options.only and not any(part in name for part in options.only)):
                 continue
