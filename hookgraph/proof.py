@@ -74,10 +74,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat.contiguous().view(torch.uint8) if flat.numel() else flat
+    # A clone, since one element may call itself contiguous with a stride of zero, which no view accepts.
+    flat = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
