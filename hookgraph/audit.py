@@ -13,7 +13,6 @@ import gc
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -114,7 +113,7 @@ class Audit(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._compiled = compiled
-        self._passing: dict[int, tuple[weakref.ref[torch.Tensor], StorageWeakRef]] = {}
+        self._passing: dict[int, StorageWeakRef] = {}
         self.findings = Findings()
         self.device, self._arguments, self._own = device, arguments, own
         self._made: set[int] = set()
@@ -164,7 +163,7 @@ class Audit(TorchDispatchMode):
                 continue
             self.findings.side_lines[key] = source_line()
             if self._compiled:
-                self._passing[key] = (weakref.ref(tensor), StorageWeakRef(tensor.untyped_storage()))
+                self._passing[key] = StorageWeakRef(tensor.untyped_storage())
             else:
                 self.findings.side[key] = tensor
 
@@ -180,14 +179,19 @@ class Audit(TorchDispatchMode):
             return
         came_out = {storage_key(tensor) for tensor in _tensors(result)}
         gc.collect()  # a cycle of the forward may still hold some
-        for key, (tensor_ref, storage_ref) in self._passing.items():
-            tensor = tensor_ref()
-            if storage_ref.expired() or key in came_out:
-                continue
-            if tensor is not None:
+        left = {key for key, storage in self._passing.items() if not storage.expired() and key not in came_out}
+        # Compiled code reads through views of its own: look for who holds the memory.
+        holders = (thing for thing in (gc.get_objects() if left else ()) if isinstance(thing, torch.Tensor))
+        for tensor in holders:
+            if not left:
+                break
+            key = storage_key(tensor)
+            if key in left:
+                left.discard(key)
                 self.findings.side[key] = tensor
-            elif self.findings.blocker is None:
-                self.findings.blocker = Fallback(FallbackReason.SIDE_TENSOR, self.findings.side_lines[key])
+        if left and self.findings.blocker is None:
+            lines = self.findings.side_lines
+            self.findings.blocker = Fallback(FallbackReason.SIDE_TENSOR, lines[next(iter(left))])
 
     def _look_at_host(self, func: Any, base: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if reads_back(func, args, kwargs, self.device):

@@ -53,6 +53,7 @@ class CudaBackend:
         self._stream = _streams.take(device)
         weakref.finalize(self, _streams.give_back, device, self._stream).atexit = False
         self._pool: torch.cuda.MemPool | None = None
+        self._torch_pool: Any = None
         self._graphs = 0
         with torch.cuda.device(device):
             self._finished = torch.cuda.Event()
@@ -147,8 +148,11 @@ class CudaBackend:
 
     def _capture_with_torch(self, call: Callable[[], Any]) -> tuple[Graph, Any]:
         graph = torch.cuda.CUDAGraph()
-        pool: Any = self._memory().id
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        if self._torch_pool is None:
+            # Not the MemPool of the raw captures: a capture that dies keeps its pool in use for ever,
+            # and a MemPool that is destroyed while in use aborts the process.
+            self._torch_pool = torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self._torch_pool, capture_error_mode="thread_local")
         try:
             output = call()
         except BaseException:
@@ -168,11 +172,19 @@ class CudaBackend:
         except Exception:  # it raises what invalidated the capture, which is on its way already
             if runtime is not None:
                 runtime.cudaGetLastError()
+            self._give_up_pool()
         cure = torch.cuda.CUDAGraph()
         cure.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=self.device)
         cure.capture_end()
         cure.reset()
+
+    def _give_up_pool(self) -> None:
+        """Take back what a dead capture holds; PyTorch's own clean-up runs only after a whole one."""
+        pool, self._torch_pool = self._torch_pool, None
+        if pool is not None and hasattr(torch._C, "_cuda_endAllocateToPool"):
+            torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            torch._C._cuda_releasePool(self.device.index, pool)
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -192,24 +204,21 @@ class CudaBackend:
         with self._lock:
             self._graphs -= 1
             if not self._graphs:
-                self._pool = None
+                self._pool = self._torch_pool = None
 
     @property
     def pool_bytes(self) -> int:
-        pool = self._pool
-        return 0 if pool is None else sum(segment["total_size"] for segment in _segments(pool))
+        pools = [tuple(pool) for pool in (self._pool and self._pool.id, self._torch_pool) if pool is not None]
+        return sum(
+            segment["total_size"]
+            for segment in (torch.cuda.memory_snapshot() if pools else ())
+            if tuple(segment.get("segment_pool_id", ())) in pools
+        )
 
     def wait(self) -> None:
         """Let the device finish all launches, so that memory they use can be given back."""
         if not stream_is_capturing():
             self._finished.synchronize()
-
-
-def _segments(pool: torch.cuda.MemPool) -> list[dict[str, Any]]:
-    if hasattr(pool, "snapshot"):
-        return list(pool.snapshot())
-    wanted = tuple(pool.id)
-    return [part for part in torch.cuda.memory_snapshot() if tuple(part.get("segment_pool_id", ())) == wanted]
 
 
 class _Streams:
