@@ -114,6 +114,7 @@ class Audit(TorchDispatchMode):
         super().__init__()
         self._compiled = compiled
         self._passing: dict[int, StorageWeakRef] = {}
+        self._written_passing: set[int] = set()
         self.findings = Findings()
         self.device, self._arguments, self._own = device, arguments, own
         self._made: set[int] = set()
@@ -189,6 +190,8 @@ class Audit(TorchDispatchMode):
             if key in left:
                 left.discard(key)
                 self.findings.side[key] = tensor
+                if key in self._written_passing:
+                    self.findings.written_outside[key] = tensor
         if left and self.findings.blocker is None:
             lines = self.findings.side_lines
             self.findings.blocker = Fallback(FallbackReason.SIDE_TENSOR, lines[next(iter(left))])
@@ -234,6 +237,8 @@ class Audit(TorchDispatchMode):
             key = storage_key(tensor)
             if key in self._arguments:
                 self.findings.written_arguments.add(self._arguments[key])
+            elif key in self._passing:
+                self._written_passing.add(key)
             elif key not in self._made:
                 self.findings.written_outside[key] = self._own.get(key, tensor)
 

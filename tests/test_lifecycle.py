@@ -173,6 +173,18 @@ def test_hg_38_buffers(change: Callable[[Any], Any]) -> None:
         assert twins.count("replays") >= 2
 
 
+@pytest.mark.usefixtures("with_and_without_proof")
+@pytest.mark.parametrize("calls_before", [1, 2, 4])
+def test_hg_38_a_buffer_that_the_forward_writes_is_replaced(calls_before: int) -> None:
+    """Between the warm-up and the capture, too: what the audit saw written is not there any more."""
+    with Twins.build(lambda: Does(lambda m, x: (m.mean.mul_(0.9), m.linear(x))[1], mean=torch.ones(4))) as twins:
+        calls(twins, calls_before)
+        twins.apply(lambda module: setattr(module, "mean", module.mean + 1))
+        gc.collect()
+        calls(twins, 5)
+        assert twins.outcomes[-1] == "replays"
+
+
 def test_hg_38_weights_that_move_on_every_call() -> None:
     """Offloading and layerwise casting: never a stale value, and no capture for ever."""
     with Twins.build(mlp) as twins:

@@ -208,7 +208,9 @@ class CudaBackend:
 
     @property
     def pool_bytes(self) -> int:
-        pools = [tuple(pool) for pool in (self._pool and self._pool.id, self._torch_pool) if pool is not None]
+        pools = {self._torch_pool} if self._torch_pool is not None else set()
+        if self._pool is not None:
+            pools.add(tuple(self._pool.id))
         return sum(
             segment["total_size"]
             for segment in (torch.cuda.memory_snapshot() if pools else ())
