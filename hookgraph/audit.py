@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ _LARGEST_CONSTANTS = 256 << 20  # bytes; a forward that moves more from the host
 _SKIPPED_FILES = ("contextlib.py", "functools.py")
 
 
+Weak = weakref.WeakValueDictionary[int, torch.Tensor]
+
+
 @dataclass(slots=True)
 class Findings:
     """What the watched calls of one signature showed."""
@@ -42,11 +46,17 @@ class Findings:
     blocker: Fallback | None = None
     draws_random_numbers: bool = False
     written_arguments: set[int] = field(default_factory=set)
-    side: dict[int, torch.Tensor] = field(default_factory=dict)  # by storage: neither argument, module nor made
+    # By storage, and not kept alive: a signature that never comes back must hold no memory.
+    side: Weak = field(default_factory=weakref.WeakValueDictionary)  # neither argument, module's nor made inside
     side_lines: dict[int, str] = field(default_factory=dict)
-    written_outside: dict[int, torch.Tensor] = field(default_factory=dict)  # module's and side tensors
+    written_outside: Weak = field(default_factory=weakref.WeakValueDictionary)  # module's and side tensors
+    outside: int = 0  # how many both had when the forward ended
     constants: HostConstants = field(default_factory=HostConstants)
     operators: int = 0
+
+    def complete(self) -> bool:
+        """Whether every tensor that the forward used from outside is still there."""
+        return len(self.side) + len(self.written_outside) == self.outside
 
     def block(self, reason: FallbackReason, what: str) -> None:
         """Remember the first thing that forbids a graph, with the line that does it."""
@@ -118,6 +128,7 @@ class Audit(TorchDispatchMode):
         self.findings = Findings()
         self.device, self._arguments, self._own = device, arguments, own
         self._made: set[int] = set()
+        self._held: list[torch.Tensor] = []
         self._random_on_host = False
 
     @classmethod
@@ -166,7 +177,12 @@ class Audit(TorchDispatchMode):
             if self._compiled:
                 self._passing[key] = StorageWeakRef(tensor.untyped_storage())
             else:
-                self.findings.side[key] = tensor
+                self._hold(self.findings.side, key, tensor)
+
+    def _hold(self, where: Weak, key: int, tensor: torch.Tensor) -> None:
+        """Keep a tensor until the forward has ended, so that its memory serves no other meanwhile."""
+        where[key] = tensor
+        self._held.append(tensor)
 
     def finish(self, result: Any) -> None:
         """Tell side tensors from what compiled code allocated, which no mode sees it do.
@@ -176,8 +192,12 @@ class Audit(TorchDispatchMode):
         Args:
             result: The output of the forward, and the arguments as it left them.
         """
-        if not self._passing:
-            return
+        if self._passing:
+            self._sort_out_passing(result)
+        self.findings.outside = len(self.findings.side) + len(self.findings.written_outside)
+        self._held.clear()
+
+    def _sort_out_passing(self, result: Any) -> None:
         came_out = {storage_key(tensor) for tensor in _tensors(result)}
         gc.collect()  # a cycle of the forward may still hold some
         left = {key for key, storage in self._passing.items() if not storage.expired() and key not in came_out}
@@ -189,7 +209,7 @@ class Audit(TorchDispatchMode):
             key = storage_key(tensor)
             if key in left:
                 left.discard(key)
-                self.findings.side[key] = tensor
+                self._hold(self.findings.side, key, tensor)
                 if key in self._written_passing:
                     self.findings.written_outside[key] = tensor
         if left and self.findings.blocker is None:
@@ -240,7 +260,7 @@ class Audit(TorchDispatchMode):
             elif key in self._passing:
                 self._written_passing.add(key)
             elif key not in self._made:
-                self.findings.written_outside[key] = self._own.get(key, tensor)
+                self._hold(self.findings.written_outside, key, self._own.get(key, tensor))
 
     def _look_at_results(self, given: list[torch.Tensor], out: Any) -> None:
         known = {storage_key(tensor) for tensor in given}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +58,18 @@ class CapturedForward:
     ) -> None:
         self.backend, self._graph = backend, graph
         self.inputs, self._recipe, self.guards = inputs, recipe, guards
-        self._random, self._outside = findings.draws_random_numbers, list(findings.written_outside.values())
+        self._random = findings.draws_random_numbers
+        # Not kept alive: a module that is moved has to free what it was.
+        self._written_outside = [weakref.ref(tensor) for tensor in findings.written_outside.values()]
         self._written_storages = set(findings.written_outside)
-        self._has_effects = self._random or bool(self._outside)
+        self._has_effects = self._random or bool(self._written_outside)
         self._constants = findings.constants  # the graph reads them at their addresses
         self.capture_ns = capture_ns
+
+    @property
+    def _outside(self) -> list[torch.Tensor]:
+        """The module's tensors that the graph writes; all there are while the guards hold."""
+        return [tensor for ref in self._written_outside if (tensor := ref()) is not None]
 
     @property
     def operators(self) -> int | None:

@@ -31,7 +31,7 @@ from hookgraph.stats import ModuleStats, SignatureStats
 
 _log = logging.getLogger("hookgraph")
 _MOST_BLOCKED = 256  # signatures remembered as blocked; they hold no tensors
-_LOUD = {FallbackReason.LIMIT, FallbackReason.PARITY, FallbackReason.UNSTABLE}
+_LOUD = {FallbackReason.LIMIT, FallbackReason.PARITY}
 
 Forward = Callable[..., Any]
 
@@ -45,17 +45,19 @@ class Entry:
     steady_warmups: int = 0
     changing_warmups: int = 0
     invalidations: int = 0
+    rested: int = 0  # eager calls since the module was found unstable
     proofs_left: int = 0
     replays: int = 0
     blocked: Fallback | None = None
     findings: Findings | None = None
+    seen: guards.Guards | None = None  # the module as the last warm-up left it
     graph: CapturedForward | None = None
     counters: Counters = field(default_factory=Counters)
 
     def drop_graph(self, stage: Stage) -> None:
         if self.graph is not None:
             self.graph.release()
-        self.graph, self.findings, self.stage = None, None, stage
+        self.graph, self.findings, self.seen, self.stage = None, None, None, stage
         self.steady_warmups = self.changing_warmups = 0
 
 
@@ -136,6 +138,8 @@ class Runner:
                 except Stale as stale:
                     self._invalidate_stale(str(stale))
                     decision = policy.decide(self._situation(entry))
+            if decision.plan is Plan.CAPTURE and not self._is_as_seen(entry):
+                decision = policy.decide(self._situation(entry))
             if decision.plan in (Plan.CAPTURE, Plan.WARM_UP):
                 entry.stage = Stage.BUSY
         if decision.plan is Plan.WARM_UP:
@@ -147,6 +151,19 @@ class Runner:
         assert decision.fallback is not None
         return self.eager(decision.fallback, forward, args, kwargs, entry)
 
+    def _is_as_seen(self, entry: Entry) -> bool:
+        """Whether the module is still as the warm-up found it; if not, what was learned is void."""
+        if entry.findings is None or entry.seen is None or not entry.findings.complete():
+            change: str | None = "a tensor that the forward uses is gone"
+        else:
+            change = entry.seen.difference()
+        if change is None:
+            return True
+        _log.info("%s: warms up again: %s", self.label, change)
+        entry.drop_graph(Stage.WARM)
+        entry.invalidations += 1
+        return False
+
     def _is_due(self, entry: Entry) -> bool:
         """Whether this replay is one that ``verify_every`` compares with eager."""
         every = self.options.verify_every
@@ -156,7 +173,7 @@ class Runner:
         entry = self._entries.get(key) or self._blocked.get(key)
         if entry is not None:
             self._churn.repeated(key)
-            return entry, policy.decide(self._situation(entry))
+            return entry, self._decide_known(entry)
         entry = Entry(key)
         leaf = self._churn.changing_leaf(key)
         if leaf is not None:
@@ -170,6 +187,16 @@ class Runner:
         if decision.plan is Plan.WARM_UP:
             self._entries[key] = entry
         return entry, decision
+
+    def _decide_known(self, entry: Entry) -> policy.Decision:
+        decision = policy.decide(self._situation(entry))
+        if decision.fallback is None or decision.fallback.reason is not FallbackReason.UNSTABLE:
+            return decision
+        entry.rested += 1
+        if entry.rested < policy.REST_AFTER_UNSTABLE:
+            return decision
+        entry.rested, entry.invalidations = 0, policy.MOST_INVALIDATIONS - 1
+        return policy.decide(self._situation(entry))
 
     def _situation(self, entry: Entry) -> Situation:
         return Situation(
@@ -246,19 +273,22 @@ class Runner:
             self._forget(entry)
             raise
         audit.finish((output, args, kwargs))
-        verdict = self._judge(entry, audit.findings, call, state.difference())
+        verdict = self._judge(module, entry, audit.findings, call, state.difference())
         self._mark(Outcome.WARMUP if verdict.blocker is None else Outcome.EAGER, entry, verdict.blocker)
         if verdict.blocker is not None:
             self._tell(verdict.blocker)
         return output
 
-    def _judge(self, entry: Entry, findings: Findings, call: Call, change: str | None) -> policy.Verdict:
+    def _judge(
+        self, module: nn.Module, entry: Entry, findings: Findings, call: Call, change: str | None
+    ) -> policy.Verdict:
         with self._lock:
             before = len(entry.findings.constants.on_host) if entry.findings is not None else None
             seen = findings.blocker or _unlike_arguments(findings, call)
             copies = len(findings.constants.on_host)
             verdict = policy.judge_warmup(self._situation(entry), change, copies, before, seen)
             entry.findings, entry.stage = findings, Stage.WARM
+            entry.seen = guards.Guards(module, [], self.options.guards)
             if verdict.steady:
                 entry.steady_warmups += 1
             else:
@@ -315,7 +345,6 @@ class Runner:
             return side
         taken = guards.Guards(module, side, self.options.guards)
         made = graphs.capture(module, forward, call, findings, taken, self._backends.on(call.device))
-        findings.side.clear()  # the graph keeps what it reads; a forgotten reference would keep more
         limit = self.options.max_bytes
         if isinstance(made, CapturedForward) and limit is not None:
             retained = self.retained_bytes() + made.input_bytes + made.graph_bytes + self._backends.pool_bytes
