@@ -56,7 +56,7 @@ class CudaBackend:
         self._torch_pool: Any = None
         self._graphs = 0
         with torch.cuda.device(device):
-            self._finished = torch.cuda.Event()
+            self._finished = _TorchMark(device) if runtime is None else _RawMark()
         self._last_stream: int | None = None
 
     # -- turns ---------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ class CudaBackend:
                     self._mark_end()
 
     def _follow_last_turn(self) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if self._last_stream is not None and stream.cuda_stream != self._last_stream:
-            stream.wait_event(self._finished)
-        self._last_stream = stream.cuda_stream
+        stream = _current_stream(self.device.index)
+        if self._last_stream is not None and stream != self._last_stream:
+            self._finished.make_wait(stream)
+        self._last_stream = stream
 
     def _mark_end(self) -> None:
         # Recorded each time: when the stream changes, the old one may no longer exist.
-        self._finished.record(torch.cuda.current_stream(self.device))
+        self._finished.record(_current_stream(self.device.index))
 
     def refuses(self, module: torch.nn.Module) -> Fallback | None:
         return None
@@ -223,6 +223,48 @@ class CudaBackend:
             self._finished.synchronize()
 
 
+def _current_stream(index: int) -> int:
+    """The handle of the caller's stream; a Stream object would cost twenty times as much."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+class _RawMark:
+    """A point in the order of device work."""
+
+    def __init__(self) -> None:
+        self._event = _check(runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming))
+
+    def record(self, stream: int) -> None:
+        runtime.cudaEventRecord(self._event, stream)
+
+    def make_wait(self, stream: int) -> None:
+        runtime.cudaStreamWaitEvent(stream, self._event, 0)
+
+    def synchronize(self) -> None:
+        runtime.cudaEventSynchronize(self._event)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            runtime.cudaEventDestroy(self._event)
+
+
+class _TorchMark:
+    """The same through PyTorch, for installations without ``cuda.bindings``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._device = device
+
+    def record(self, stream: int) -> None:
+        self._event.record(torch.cuda.ExternalStream(stream, self._device))
+
+    def make_wait(self, stream: int) -> None:
+        torch.cuda.ExternalStream(stream, self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
 class _Streams:
     """Capture streams of our own, used again by later attachments.
 
@@ -268,7 +310,7 @@ class _RawExecutable:
         self._executable, self.backend, self._index = executable, backend, backend.device.index
 
     def launch(self) -> None:
-        error = runtime.cudaGraphLaunch(self._executable, torch._C._cuda_getCurrentRawStream(self._index))[0]
+        error = runtime.cudaGraphLaunch(self._executable, _current_stream(self._index))[0]
         if int(error):
             raise RuntimeError(f"cudaGraphLaunch failed: {error.name}")
 
