@@ -239,6 +239,12 @@ def select(model: nn.Module, targets: Target | Iterable[Target]) -> dict[str, nn
         if name in chosen and all(module is not other for other in in_order.values()):
             in_order[name] = module
     _refuse_nested(in_order)
+    for name, module in in_order.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AttachError(
+                f"{name or 'the model'} is a script module ({type(module).__name__}): its forward is not Python. "
+                "Attach to the module that it was made from."
+            )
     return in_order
 
 

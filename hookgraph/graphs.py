@@ -64,6 +64,7 @@ class CapturedForward:
         self._written_storages = set(findings.written_outside)
         self._has_effects = self._random or bool(self._written_outside)
         self._constants = findings.constants  # the graph reads them at their addresses
+        self._compared: list[tuple[weakref.ref[torch.Tensor], int | None]] = []
         self.capture_ns = capture_ns
 
     @property
@@ -139,15 +140,24 @@ class CapturedForward:
     # -- proof ---------------------------------------------------------------------------------
 
     def sees_new_values(self, call: Call) -> bool:
-        """Whether a call's tensors differ from those of the last launch."""
-        pairs = zip(self.inputs.tensors, (call.leaves[position] for position in call.tensors), strict=True)
-        return any(not proof.same_bits(static, leaf) for static, leaf in pairs)
+        """Whether a call's tensors are not the very ones of the last comparison, unchanged since.
+
+        By object and version: to compare the values themselves would wait for the device.
+        """
+        pairs = zip(call.tensors, (call.leaves[p] for p in call.tensors), self._compared, strict=True)
+        return any(ref() is not leaf or version is None or _version(leaf) != version for leaf, (ref, version) in pairs)
+
+    @staticmethod
+    def _marks(call: Call) -> list[tuple[weakref.ref[torch.Tensor], int | None]]:
+        leaves = [call.leaves[position] for position in call.tensors]
+        return [(weakref.ref(leaf), _version(leaf)) for leaf in leaves]
 
     def rehearse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replayed:
         """Run the graph and take back every effect, so that eager can run the same call.
 
         Restores: tensors of the module that the graph writes, and random state.
         """
+        self._compared = self._marks(call)
         random = _RandomState(call.device) if self._random else None
         with self.backend.turn(), torch.no_grad():
             before = [tensor.clone() for tensor in self._outside]
@@ -194,6 +204,10 @@ class CapturedForward:
             return False
         other = Rebuilt(again(), [], [])
         return proof.difference(other, output, []) is not None and proof.is_close(replayed.rebuilt.output, output)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else int(tensor._version)
 
 
 class _RandomState:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import sys
 import threading
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import wrapt
 from torch import nn
 
 from hookgraph.counters import Outcome
@@ -30,22 +30,44 @@ _HOOK_DICTIONARIES = (
     "_forward_hooks_always_called",
 )  # fmt: skip
 _ABSENT = object()
+_OUR_REFERENCES = 2  # to a seam that stands nowhere: our attribute's, and the argument's of getrefcount
 
 
-class Seam(wrapt.FunctionWrapper[..., Any]):
-    """What stands in a module's ``forward`` slot; copies and pickles as the plain forward."""
+class Seam:
+    """What stands in a module's ``forward`` slot; copies and pickles as the plain forward.
+
+    A plain Python class: Dynamo can trace through it, which it cannot through one written in C.
+    Ours lies in slots, since other libraries copy a forward's ``__dict__`` to their wrapper.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_inner", "_serve")
+
+    def __init__(self, inner: Callable[..., Any], serve: Callable[..., Any]) -> None:
+        self._inner, self._serve = inner, serve
+        functools.update_wrapper(self, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._inner(*args, **kwargs)
+        return self._serve(self._inner, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _plain(self) -> Any:
+        return self._inner.__wrapped__ if isinstance(self._inner, _BoundForward) else self._inner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _plain_forward(copy.deepcopy(self.__self__, memo))  # as for any bound method
+        return copy.deepcopy(self._plain(), memo)
 
     def __copy__(self) -> Any:
-        return _plain_forward(self.__self__)
+        return self._plain()
 
     def __reduce__(self) -> Any:
-        return _plain_forward(self.__self__).__reduce__()
+        return self._plain().__reduce__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_forward(self.__self__).__reduce_ex__(protocol)
+        return self._plain().__reduce_ex__(protocol)
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -59,13 +81,12 @@ class _BoundForward:
     wait for the garbage collector.
     """
 
+    __slots__ = ("__dict__", "__func__", "__weakref__", "_module")
+
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.__func__ = type(module).forward
-        self.__name__ = getattr(self.__func__, "__name__", "forward")
-        self.__qualname__ = getattr(self.__func__, "__qualname__", "forward")
-        self.__doc__ = self.__func__.__doc__
-        self.__module__ = getattr(self.__func__, "__module__", None)  # type: ignore[assignment]
+        self.__dict__ |= {name: getattr(self.__func__, name) for name in functools.WRAPPER_ASSIGNMENTS}
 
     @property
     def __self__(self) -> nn.Module:
@@ -120,12 +141,15 @@ class ModuleHooks:
         self.runner = runner
         self._calls = threading.local()
         self._active = True
-        self._displaced_by: str | None = None
-        self._found = module.__dict__.get("forward", _ABSENT)
-        self._inner = _BoundForward(module) if self._found is _ABSENT else self._found
-        self._seam = Seam(self._inner, self._serve)
+        self._lock = threading.Lock()
         self._handles: list[Any] = []
+        self._found, self._seam = self._make_seam(module)
         self._install(module)
+
+    def _make_seam(self, module: nn.Module) -> tuple[Any, Seam]:
+        found = module.__dict__.get(_slot(module), _ABSENT)
+        inner = _BoundForward(module) if found is _ABSENT else found
+        return found, Seam(inner, self._serve)
 
     def _install(self, module: nn.Module) -> None:
         try:
@@ -133,8 +157,9 @@ class ModuleHooks:
             self._handles.append(
                 module.register_forward_hook(_Watcher(self._after), with_kwargs=True, always_call=True)
             )
-            module.__dict__["forward"] = self._seam
+            module.__dict__[_slot(module)] = self._seam
             module.__dict__["__reduce_ex__"] = _PlainReduce(module, self)
+            module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, self)
         except BaseException:
             self.remove()
             raise
@@ -142,21 +167,23 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take out what is ours; where another library wrapped on top of it, switch it off instead."""
-        self._active = False
+        with self._lock:  # the seam is not put back from now on
+            self._active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         module = self._module()
         if module is None:
             return
-        if isinstance(module.__dict__.get("__reduce_ex__"), _PlainReduce):
-            del module.__dict__["__reduce_ex__"]
+        for name, kind in _ENTRIES.items():
+            if isinstance(module.__dict__.get(name), kind):
+                del module.__dict__[name]
         if module.__dict__.get("forward") is self._seam:
             if self._found is _ABSENT:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._found
-        _replace_references(self._seam, self._plain(module))
+        _replace_references(self._seam, self._plain(module), self)
 
     def _plain(self, module: nn.Module) -> Any:
         return _plain_forward(module) if self._found is _ABSENT else self._found
@@ -187,10 +214,25 @@ class ModuleHooks:
             return
         current = module.__dict__.get("forward")
         what = getattr(current, "__qualname__", type(current).__qualname__)
+        del current
         self.runner.counters.mark(Outcome.EAGER, Fallback(FallbackReason.DISPLACED, what))
+        self._put_back(module)
 
-    def _serve(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or not self._active:
+    def _put_back(self, module: nn.Module) -> None:
+        """Stand in again where another library has dropped our seam, as if attached anew.
+
+        That is safe once nobody holds the seam: a wrapper that still does may only have left out
+        this call, as a cache that skips a block does.
+        """
+        with self._lock:
+            if not self._active or module is not self._module() or sys.getrefcount(self._seam) > _OUR_REFERENCES:
+                return
+            self.runner.invalidate("another library replaced the module's forward")
+            self._found, self._seam = self._make_seam(module)
+            module.__dict__[_slot(module)] = self._seam
+
+    def _serve(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._active:
             return wrapped(*args, **kwargs)
         stack = self._stack()
         record = stack[-1] if stack and not stack[-1].served else None
@@ -202,12 +244,19 @@ class ModuleHooks:
                 return self.runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), forward, args, kwargs)
         return self.runner.run(wrapped, args, kwargs)
 
+    def _serve_replica(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stack = self._stack()
+        if stack and not stack[-1].served:
+            stack[-1].served = True
+        return self.runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), wrapped, args, kwargs)
+
     # -- copies ------------------------------------------------------------------------------------
 
     def strip(self, state: dict[str, Any]) -> dict[str, Any]:
         """A module's ``__dict__`` without anything of ours, for a copy or a pickle."""
         plain = dict(state)
-        plain.pop("__reduce_ex__", None)
+        for name in _ENTRIES:
+            plain.pop(name, None)
         if plain.get("forward") is self._seam:
             del plain["forward"]
             if self._found is not _ABSENT:
@@ -237,11 +286,51 @@ class _PlainReduce:
         raise TypeError("hookgraph's entry in an attached module's __dict__ cannot be copied by itself")
 
 
-def _replace_references(seam: Seam, plain: Any) -> None:
-    """Where another library kept our seam as "the original forward", leave the plain one there."""
+class _Replicate:
+    """An instance's ``_replicate_for_data_parallel``: a replica's ``forward`` runs with its own weights.
+
+    It would get a copy of the ``__dict__``, and with it a seam that is bound to the original.
+    """
+
+    def __init__(self, module: nn.Module, hooks: ModuleHooks) -> None:
+        self._module, self._hooks = weakref.ref(module), hooks
+
+    def __call__(self) -> Any:
+        module = self._module()
+        assert module is not None  # it is being replicated
+        replica = type(module)._replicate_for_data_parallel(module)
+        for name in _ENTRIES:
+            replica.__dict__.pop(name, None)
+        if isinstance(replica.__dict__.get("forward"), Seam) and self._hooks._found is _ABSENT:
+            replica.__dict__["forward"] = Seam(_BoundForward(replica), self._hooks._serve_replica)
+        return replica
+
+    def __reduce__(self) -> Any:
+        raise TypeError("hookgraph's entry in an attached module's __dict__ cannot be copied by itself")
+
+
+_ENTRIES: dict[str, type] = {"__reduce_ex__": _PlainReduce, "_replicate_for_data_parallel": _Replicate}
+
+
+def _slot(module: nn.Module) -> str:
+    """Where the seam goes: inside a wrapper by accelerate, whose hooks then run around a replay."""
+    return "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
+
+
+def _replace_references(seam: Seam, plain: Any, ours: ModuleHooks) -> None:
+    """Where another library kept our seam as "the original forward", leave the plain one there.
+
+    No comprehension may mention ``seam`` here: it would make a cell of our own variable, which the
+    collector then finds among those who refer to it.
+    """
     for holder in gc.get_referrers(seam):
-        if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is seam and key != "_seam"]:
-                holder[key] = plain
-        elif isinstance(holder, types.CellType):
+        if holder is ours or holder is vars(ours):
+            continue
+        if isinstance(holder, types.CellType):
             holder.cell_contents = plain
+            continue
+        space = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+        if isinstance(space, dict):
+            for key, value in list(space.items()):
+                if value is seam:
+                    space[key] = plain

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookgraph.signature import Call
+from hookgraph.signature import Call, fresh_alignment
 
 
 class StaticInputs:
@@ -81,12 +81,21 @@ def _by_dtype(plans: Iterable[_CopyPlan]) -> list[tuple[list[_CopyPlan], list[to
     return [(group, [plan.target for plan in group]) for group in groups.values()]
 
 
+def _empty_aligned_like(leaf: torch.Tensor) -> torch.Tensor:
+    """With the same strides, and an address that is as much of a multiple; see ``signature.alignment``."""
+    unit = fresh_alignment(leaf.device)
+    if leaf.dim() < 2 or not leaf.data_ptr() % unit:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    memory = torch.empty(reach * leaf.element_size() + unit, dtype=torch.uint8, device=leaf.device)
+    start = (leaf.data_ptr() - memory.data_ptr()) % unit
+    elements = memory[start : start + reach * leaf.element_size()].view(leaf.dtype)
+    return elements.as_strided(leaf.shape, leaf.stride())
+
+
 def _buffer_like(leaf: torch.Tensor, contiguous: bool) -> torch.Tensor:
     """An uninitialised tensor of the same shape, strides and dtype, with memory of its own."""
-    if contiguous:
-        buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    else:
-        buffer = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if contiguous else _empty_aligned_like(leaf)
     if isinstance(leaf, torch.nn.Parameter):
         return torch.nn.Parameter(buffer, requires_grad=leaf.requires_grad)
     return buffer.requires_grad_(leaf.requires_grad)

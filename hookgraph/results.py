@@ -245,6 +245,10 @@ class _Learner:
         for position, tensor, before in zip(
             self.positions, self.shadow.inputs.tensors, self.shadow.geometry, strict=True
         ):
+            if _attributes(tensor):
+                raise Unrepeatable(
+                    f"the forward sets {', '.join(_attributes(tensor))} on the tensor at leaf {position}"
+                )
             if _geometry(tensor) != before:
                 raise Unrepeatable(f"the forward resizes or re-points the tensor at leaf {position} in place")
 
@@ -309,6 +313,8 @@ class _Learner:
             raise Unrepeatable(f"{where} holds a {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise Unrepeatable(f"{where} holds a tensor that is sparse, quantized, conjugated or negated lazily")
+        if _attributes(tensor):
+            raise Unrepeatable(f"{where} holds a tensor with Python attributes: {', '.join(_attributes(tensor))}")
         index = self.tensors[id(tensor)] = len(self.kept)
         self.kept.append(tensor)
         self.members.setdefault(storage_key(tensor), []).append(index)
@@ -370,6 +376,11 @@ class _Learner:
             FromGraph(group, tensor.shape, tensor.stride(), int(tensor.storage_offset() - start), False)
             for tensor in tensors
         ]
+
+
+def _attributes(tensor: torch.Tensor) -> list[str]:
+    """Python attributes that somebody has set on a tensor, torch.compile's own marks aside."""
+    return [name for name in getattr(tensor, "__dict__", ()) if not name.startswith("_dynamo")]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

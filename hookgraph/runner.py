@@ -61,6 +61,9 @@ class Entry:
         self.steady_warmups = self.changing_warmups = 0
 
 
+_REPLAY = policy.Decision(Plan.REPLAY)
+
+
 class Runner:
     """Serves the calls of one module.
 
@@ -78,6 +81,7 @@ class Runner:
         self.counters = Counters()
         self.invalidations = 0
         self._pauses = 0
+        self._anchor: weakref.ref[torch.Tensor] | None = None
         self._entries: OrderedDict[Signature, Entry] = OrderedDict()
         self._blocked: OrderedDict[Signature, Entry] = OrderedDict()
         self._churn = ScalarChurn(patience=max(options.max_graphs, 4))
@@ -96,13 +100,23 @@ class Runner:
         fallback = self._aside(module)
         if fallback is not None:
             return self.eager(fallback, forward, args, kwargs)
-        call = signature.read(args, kwargs, _home(module))
+        call = signature.read(args, kwargs, self._home(module))
         if isinstance(call, Fallback):
+            self._anchor = None  # should the module have moved by other parameters, look again
             return self.eager(call, forward, args, kwargs)
         fallback = self._refusal(module, call)
         if fallback is not None:
             return self.eager(fallback, forward, args, kwargs)
         return self._serve(module, call, signature.of(call, ambient.read(call.device)), forward, args, kwargs)
+
+    def _home(self, module: nn.Module) -> torch.device | None:
+        """The device of the module's own tensors."""
+        anchor = self._anchor() if self._anchor is not None else None
+        if anchor is None:
+            anchor = next(module.parameters(), None)
+            anchor = next(module.buffers(), None) if anchor is None else anchor
+            self._anchor = weakref.ref(anchor) if anchor is not None else None
+        return None if anchor is None else anchor.device
 
     def _aside(self, module: nn.Module) -> Fallback | None:
         if self._pauses:
@@ -171,6 +185,8 @@ class Runner:
 
     def _decide(self, key: Signature) -> tuple[Entry, policy.Decision]:
         entry = self._entries.get(key) or self._blocked.get(key)
+        if entry is not None and entry.graph is not None:
+            return entry, _REPLAY
         if entry is not None:
             self._churn.repeated(key)
             return entry, self._decide_known(entry)
@@ -229,7 +245,7 @@ class Runner:
             return policy.Decision(Plan.EAGER, aliased)
         change = entry.graph.guards.difference() if entry.proofs_left else entry.graph.before_launch()
         if change is None:
-            return policy.Decision(Plan.REPLAY)
+            return _REPLAY
         self._invalidate_stale(change)
         return policy.decide(self._situation(entry))
 
@@ -506,7 +522,7 @@ class Runner:
         if self.options.backend != "auto":
             return self.options.backend
         module = self._module()
-        home = _home(module) if module is not None else None
+        home = self._home(module) if module is not None else None
         return "cuda" if home is not None and home.type == "cuda" else "tape"
 
     def entries(self) -> list[Entry]:
@@ -525,14 +541,6 @@ def _describe(entry: Entry) -> SignatureStats:
         capture_ns=graph.capture_ns if graph is not None else None,
         nodes=graph.operators if graph is not None else None,
     )  # fmt: skip
-
-
-def _home(module: nn.Module) -> torch.device | None:
-    """The device of a module's own tensors: its first parameter's, or buffer's."""
-    first: torch.Tensor | None = next(module.parameters(), None)
-    if first is None:
-        first = next(module.buffers(), None)
-    return None if first is None else first.device
 
 
 def _argument_storages(call: Call) -> dict[int, int]:

@@ -19,6 +19,7 @@ _BY_VALUE = frozenset(
     {int, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
      type(Ellipsis), type(NotImplemented)}
 )  # fmt: skip
+_COMMON = _BY_VALUE | {torch.Tensor, torch.nn.Parameter, float, complex}
 _MAXIMUM_LEAVES = 100_000  # a call with more is a data set, not a forward
 
 
@@ -91,7 +92,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], home: torch.device | Non
         leaves, spec = tree.flatten((args, kwargs))
     except RecursionError:
         return Fallback(FallbackReason.UNSUPPORTED_ARGUMENT, "a container that contains itself")
-    unknown = [leaf for leaf in leaves if not _is_known(leaf)]
+    unknown = [leaf for leaf in leaves if type(leaf) not in _COMMON and not _is_scalar(leaf)]
     if unknown:
         if not [leaf for leaf in unknown if not containers.open_class(type(leaf))]:
             return read(args, kwargs, home)
@@ -99,11 +100,6 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any], home: torch.device | Non
     if len(leaves) > _MAXIMUM_LEAVES:
         return Fallback(FallbackReason.UNSUPPORTED_ARGUMENT, f"{len(leaves)} leaves")
     return _take_apart((args, kwargs), leaves, spec, home)
-
-
-def _is_known(leaf: Any) -> bool:
-    kind = type(leaf)
-    return kind in _TENSORS or kind in _BY_VALUE or kind in (float, complex) or _is_scalar(leaf)
 
 
 def _is_scalar(leaf: Any) -> bool:
@@ -124,7 +120,7 @@ def _unsupported(leaves: list[Any], spec: tree.TreeSpec) -> Fallback:
             return Fallback(FallbackReason.TENSOR_KIND, f"{path} is a {type(leaf).__name__}")
         if isinstance(leaf, torch.Generator):
             return Fallback(FallbackReason.GENERATOR, f"{path} is a torch.Generator")
-        if not _is_known(leaf) and not containers.open_class(type(leaf)):
+        if type(leaf) not in _COMMON and not _is_scalar(leaf) and not containers.open_class(type(leaf)):
             return Fallback(FallbackReason.UNSUPPORTED_ARGUMENT, f"{path} is a {_class_name(leaf)}")
     raise AssertionError("an unknown leaf is of no kind at all")
 
@@ -144,7 +140,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
     batch: int | None = None
     first_seen: dict[int, int] = {}
     free = containers.inside_caches(spec)
-    shares = False
+    shares = repeats = False
     for position, leaf in enumerate(leaves):
         if type(leaf) not in _TENSORS:
             keys.append((_SCALAR, type(leaf), value_key(leaf)))
@@ -154,6 +150,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         first = first_seen.setdefault(id(leaf), position)
         if first != position:
             keys.append((_SAME, first))
+            repeats = True
             continue
         key = _tensor_key(leaf, device, position in free)
         if key is None:
@@ -161,7 +158,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         keys.append(key)
         if key[0] == _TENSOR:
             tensors.append(position)
-    if len(first_seen) != sum(isinstance(leaf, torch.Tensor) for leaf in leaves) or containers.has_empty(spec):
+    if repeats or containers.has_empty(spec):
         pattern = containers.alias_pattern(root)
         keys.append((_SAME, pattern))
         shares = len(set(pattern)) != len(pattern)
@@ -170,24 +167,25 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
 
 def _device(leaves: list[Any], home: torch.device | None) -> torch.device | Fallback:
     """The one device that the call works on."""
-    found = {leaf.device for leaf in leaves if type(leaf) in _TENSORS}
+    found: set[torch.device] = {leaf.device for leaf in leaves if type(leaf) in _TENSORS}
     if home is not None:
         found.add(home)
+    if len(found) == 1:
+        return found.pop()
     devices = {device for device in found if device.type != "cpu"}
     if len(devices) > 1 or (devices and home is not None and home.type == "cpu"):
         devices |= found
         return Fallback(FallbackReason.MIXED_DEVICES, ", ".join(sorted(map(str, devices))))
     if devices:
-        found = devices
-    if found:
-        (device,) = found
-        return torch.device(device)
+        return devices.pop()
     return Fallback(FallbackReason.NO_DEVICE, "no tensor in the module or its arguments")
 
 
 def value_key(leaf: Any) -> Any:
     """A hashable stand-in for a Python value: equal exactly when the values are indistinguishable."""
     kind = type(leaf)
+    if kind in _BY_VALUE:
+        return leaf
     if kind is float:
         return leaf.hex()  # tells -0.0 from 0.0, and NaN equals itself
     if kind is complex:
@@ -217,7 +215,27 @@ def _tensor_key(leaf: torch.Tensor, device: torch.device, any_strides: bool) -> 
     strides = None if any_strides or leaf.is_contiguous() else _strides(leaf)
     if strides is not None and _overlaps_itself(shape, strides):
         return None
-    return (_TENSOR, shape, strides, leaf.dtype, leaf.requires_grad, leaf.is_conj() or leaf.is_neg(), type(leaf))
+    lazy = leaf.is_conj() or leaf.is_neg()
+    aligned = 0 if any_strides or len(shape) < 2 else alignment(leaf)
+    return (_TENSOR, shape, strides, leaf.dtype, leaf.requires_grad, lazy, type(leaf), aligned)
+
+
+def alignment(leaf: torch.Tensor) -> int:
+    """What of a tensor's address may decide which kernel a library takes, and so the last bits.
+
+    Seen: a linear layer on the CPU gives other bits for an input that does not start at a multiple
+    of 16 bytes.  cuBLASLt looks at powers of two up to 256.
+
+    Returns:
+        0 for an address as fresh memory has it.
+    """
+    address = leaf.data_ptr() % fresh_alignment(leaf.device)
+    return address % 16 or address & -address
+
+
+def fresh_alignment(device: torch.device) -> int:
+    """What the addresses of new tensors are a multiple of, in bytes."""
+    return 64 if device.type == "cpu" else 256
 
 
 def _strides(leaf: torch.Tensor) -> tuple[int, ...]:
