@@ -64,7 +64,7 @@ class CapturedForward:
         self._written_storages = set(findings.written_outside)
         self._has_effects = self._random or bool(self._written_outside)
         self._constants = findings.constants  # the graph reads them at their addresses
-        self._compared: list[tuple[weakref.ref[torch.Tensor], int | None]] = []
+        self._compared: list[_Mark] = []
         self.capture_ns = capture_ns
 
     @property
@@ -144,20 +144,16 @@ class CapturedForward:
 
         By object and version: to compare the values themselves would wait for the device.
         """
-        pairs = zip(call.tensors, (call.leaves[p] for p in call.tensors), self._compared, strict=True)
-        return any(ref() is not leaf or version is None or _version(leaf) != version for leaf, (ref, version) in pairs)
-
-    @staticmethod
-    def _marks(call: Call) -> list[tuple[weakref.ref[torch.Tensor], int | None]]:
-        leaves = [call.leaves[position] for position in call.tensors]
-        return [(weakref.ref(leaf), _version(leaf)) for leaf in leaves]
+        return len(self._compared) != len(call.tensors) or not all(
+            mark.fits(call.leaves[position]) for mark, position in zip(self._compared, call.tensors, strict=True)
+        )
 
     def rehearse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replayed:
         """Run the graph and take back every effect, so that eager can run the same call.
 
         Restores: tensors of the module that the graph writes, and random state.
         """
-        self._compared = self._marks(call)
+        self._compared = [_Mark(call.leaves[position]) for position in call.tensors]
         random = _RandomState(call.device) if self._random else None
         with self.backend.turn(), torch.no_grad():
             before = [tensor.clone() for tensor in self._outside]
@@ -206,8 +202,18 @@ class CapturedForward:
         return proof.difference(other, output, []) is not None and proof.is_close(replayed.rebuilt.output, output)
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else int(tensor._version)
+class _Mark:
+    """One tensor at one moment; inference tensors have no version and never fit again."""
+
+    __slots__ = ("_reference", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same tensor, not written since as far as PyTorch counts."""
+        return self._version is not None and self._reference() is tensor and tensor._version == self._version
 
 
 class _RandomState:

@@ -148,9 +148,7 @@ class Generated(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.steps, self.output = plan.steps, plan.output
-        self.layers = nn.ModuleList(
-            [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.LayerNorm(WIDTH)]
-        )
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.norm = nn.BatchNorm1d(WIDTH)
         self.drop = nn.Dropout(0.5)
         self.gain = nn.Parameter(torch.randn(WIDTH))
@@ -164,13 +162,12 @@ class Generated(nn.Module):
         self.gains, self.pair = [1.0, 0.5], (1.0, 2.0)
         self.cfg = {"gain": 1.5, "shift": 0.5, "more": {"deep": [2.0, {"deeper": 1.0}]}}
         self.config, self.slots = Config(), SlotsConfig()
-        tables = torch.randn(6, 3, WIDTH)
+        tables: Any = torch.randn(6, 3, WIDTH)
         views = "view_tables" in plan.build  # all in one memory, as the chunks of one table are
-        first, second, third, fourth, fifth, sixth = tables if views else [table.clone() for table in tables]
-        self.table = first
-        self.other = first if "two_names" in plan.build else second
-        self.tables, self.bank = [third, fourth], {"k": fifth}
-        self.holder = Holder(sixth)
+        tables = tables.unbind() if views else [table.clone() for table in tables]
+        self.table, self.other = tables[0], tables[0] if "two_names" in plan.build else tables[1]
+        self.tables, self.bank = [tables[2], tables[3]], {"k": tables[4]}
+        self.holder = Holder(tables[5])
         self.square_view = self.square.detach().t() if "parameter_view" in plan.build else torch.randn(WIDTH, WIDTH)
         self.ref = torch.zeros(2)
         self.lazy: torch.Tensor | None = None
@@ -229,12 +226,10 @@ def step(weight: int, **draws: Any) -> Callable[[Callable[..., Any]], Callable[.
     return add
 
 
-@step(6, i=int, which=(0, 1, 2))
-def layer(m: Any, regs: Any, batch: int, t: Any, bag: Any, i: int, which: int) -> Any:
-    child = m.layers[which]
-    first = next(child.parameters(), None)
-    value = _fit(_pick(regs, i), batch)
-    return child(value if first is None else value.to(first.dtype))
+@step(6, i=int, which=("first", "second"))
+def layer(m: Any, regs: Any, batch: int, t: Any, bag: Any, i: int, which: str) -> Any:
+    child = getattr(m, which)
+    return child(_fit(_pick(regs, i), batch).to(next(child.parameters()).dtype))
 
 
 _POINTWISE = {"tanh": torch.tanh, "sin": torch.sin, "gelu": F.gelu, "neg": torch.neg, "half": lambda x: x * 0.5}
@@ -420,7 +415,7 @@ _ATTRIBUTES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "deeper": lambda m, x: x * m.cfg["more"]["deep"][1]["deeper"],
     "config": lambda m, x: x * m.config.gain if not m.config.switch else x - 1,
     "slots": lambda m, x: x * m.slots.gain,
-    "training": lambda m, x: x + m.layers[0].training,
+    "training": lambda m, x: x + m.first.training,
 }
 
 
@@ -563,12 +558,12 @@ def _new(like: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 
 @event
 def weight_in_place(m: Any, g: Any) -> None:
-    m.layers[0].weight.copy_(_new(m.layers[0].weight, g))
+    m.first.weight.copy_(_new(m.first.weight, g))
 
 
 @event
 def weight_data(m: Any, g: Any) -> None:
-    m.layers[0].weight.data = _new(m.layers[0].weight, g)
+    m.first.weight.data = _new(m.first.weight, g)
 
 
 @event
@@ -578,13 +573,13 @@ def weight_data_turned(m: Any, g: Any) -> None:
 
 @event
 def weight_new(m: Any, g: Any) -> None:
-    old = m.layers[0].weight
-    m.layers[0].weight = nn.Parameter(_new(old, g), requires_grad=old.requires_grad)
+    old = m.first.weight
+    m.first.weight = nn.Parameter(_new(old, g), requires_grad=old.requires_grad)
 
 
 @event
 def weight_swapped(m: Any, g: Any) -> None:
-    a, b = m.layers[0], m.layers[1][0]
+    a, b = m.first, m.second[0]
     a.weight, b.weight = b.weight, a.weight
 
 
@@ -817,16 +812,16 @@ def cache_replaced(m: Any, g: Any) -> None:
 
 @event
 def child_replaced(m: Any, g: Any) -> None:
-    old = m.layers[0]
+    old = m.first
     with torch.random.fork_rng(devices=[]):
-        m.layers[0] = nn.Linear(WIDTH, WIDTH).requires_grad_(m.gain.requires_grad).to(old.weight.dtype)
-    m.layers[0].load_state_dict({"weight": _new(old.weight, g), "bias": _new(old.bias, g)})
-    m.layers[0].train(m.training)
+        m.first = nn.Linear(WIDTH, WIDTH).requires_grad_(m.gain.requires_grad).to(old.weight.dtype)
+    m.first.load_state_dict({"weight": _new(old.weight, g), "bias": _new(old.bias, g)})
+    m.first.train(m.training)
 
 
 @event
 def child_of_another_class(m: Any, g: Any) -> None:
-    m.layers[1][1] = nn.ReLU() if type(m.layers[1][1]) is nn.Tanh else nn.Tanh()
+    m.second[1] = nn.ReLU() if type(m.second[1]) is nn.Tanh else nn.Tanh()
 
 
 def _scaled(module: Any, args: Any, output: Any) -> Any:
@@ -835,11 +830,11 @@ def _scaled(module: Any, args: Any, output: Any) -> Any:
 
 @event
 def child_hook(m: Any, g: Any) -> None:
-    hooks = m.layers[0]._forward_hooks
+    hooks = m.first._forward_hooks
     if hooks:
         hooks.clear()
     else:
-        m.layers[0].register_forward_hook(_scaled)
+        m.first.register_forward_hook(_scaled)
 
 
 def _sine(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -848,7 +843,7 @@ def _sine(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @event
 def child_forward(m: Any, g: Any) -> None:
-    child = m.layers[1][1]
+    child = m.second[1]
     if "forward" in vars(child):
         del child.forward
     else:
@@ -904,7 +899,7 @@ def draw_plan(seed: int, without: frozenset[str] = frozenset()) -> Plan:
     shapes += [_vary(rng, shapes[0], without) for _ in range(rng.choice((0, 1, 1, 2)))]
     acts: list[Call | Event] = []
     current = 0
-    for _ in range(rng.randint(6, 10)):
+    for _ in range(rng.randint(5, 9)):
         if len(acts) > 2 and rng.random() < 0.35:
             acts.append(Event(rng.choice(relevant), rng.randrange(1 << 30)))
         if rng.random() < 0.25:
@@ -955,6 +950,53 @@ def _vary(rng: random.Random, shape: Shape, without: frozenset[str]) -> Shape:
     other = _draw_shape(rng, without)
     names = rng.sample([spec.name for spec in dataclasses.fields(Shape)], k=rng.choice((1, 1, 2)))
     return replace(shape, **{name: getattr(other, name) for name in names})
+
+
+# -- comparing, quicker -----------------------------------------------------------------------------
+
+
+class QuickTwins(Twins):
+    """The same comparisons, with a short way for parameters, buffers and attributes that agree."""
+
+    def _compare_modules(self, where: str) -> None:
+        __tracebackhide__ = True
+        if where.endswith("before it"):
+            return  # both were just compared, and the same has happened to both since
+        eager, attached = self.modules.eager, self.modules.attached
+        for mine, theirs in ((_own(eager), _own(attached)), (_attributes(eager), _attributes(attached))):
+            if len(mine) != len(theirs) or not all(map(_agree, mine, theirs)):
+                super()._compare_modules(where)
+                return
+
+    def finish(self) -> None:
+        __tracebackhide__ = True
+        super()._compare_modules("at the end")
+        super().finish()
+
+
+def _own(module: nn.Module) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    m: Any = module
+    tables = [m.table, m.other, *m.tables, m.bank["k"], m.holder.tensor, m.square_view, m.ref, m.lazy]
+    plain = (m.scale, m.number, m.flag, m.mode, m.gains, m.pair, m.cfg, m.config, m.slots, set(vars(m)) - {"forward", "__reduce_ex__"})
+    return [*tables, repr(plain[:-1]), plain[-1]]
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _agree(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and a == b
+    if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        return False
+    if a.requires_grad != b.requires_grad or a.is_inference() != b.is_inference():
+        return False
+    a, b = a.detach(), b.detach()
+    return torch.equal(a.view(_SAME_SIZE[a.element_size()]), b.view(_SAME_SIZE[b.element_size()]))
 
 
 # -- running one ---------------------------------------------------------------------------------------------
@@ -1036,7 +1078,7 @@ def run_plan(plan: Plan, tally: Tally, verbose: bool = False) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        twins = Twins.build(lambda: Generated(plan), **dict(plan.options))
+        twins = QuickTwins.build(lambda: Generated(plan), **dict(plan.options))
         try:
             _run_acts(plan, twins, tally, verbose)
             twins.finish()
@@ -1051,7 +1093,8 @@ def _run_acts(plan: Plan, twins: Twins, tally: Tally, verbose: bool) -> None:
         if isinstance(act, Event):
             _happen(plan, twins, act)
             continue
-        args, kwargs = _arguments(twins, act)
+        with torch.no_grad():
+            args, kwargs = _arguments(twins, act)
         with contextlib.ExitStack() as stack:
             if act.paused:
                 stack.enter_context(twins.handle.paused())
