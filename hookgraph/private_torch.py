@@ -29,7 +29,7 @@ def tracer_at_work() -> bool:
 
 def stream_is_capturing() -> bool:
     """Whether this thread's current CUDA stream is captured, also where ``hide_capture`` is active."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
+    return bool(torch.cuda.is_initialized() and _C._cuda_isCurrentStreamCapturing())
 
 
 def dispatch_mode_active() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _OBJECTS_LEFT_ALONE = (
     nn.Module, torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     types.ModuleType, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, type(None),
 )  # fmt: skip
-_ABSENT = object()
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, tuple, torch.dtype, torch.device, torch.Size, type(None)})
 
 
 class ModuleState:
@@ -45,13 +45,27 @@ class ModuleState:
         self._cells: list[_Cell | _SequenceCell] = []
         for name, child in module.named_modules():
             self._add_module(name, child)
+        self._quick = [cell.quick() for cell in self._cells if isinstance(cell, _Cell) and not cell.has_tensors]
+        self._rest = [cell for cell in self._cells if not isinstance(cell, _Cell) or cell.has_tensors]
 
     def difference(self) -> str | None:
         """The first thing that changed since, as ``blocks.3.scale: 1.0 -> 0.5``; None when nothing did."""
+        if self._is_untouched():
+            return None
         for cell in self._cells:
             if cell.changed():
                 return cell.describe()
         return None
+
+    def _is_untouched(self) -> bool:
+        """Whether everything is the very same object: the common case, decided mostly in C."""
+        try:
+            for state, length, get, saved in self._quick:
+                if len(state) != length or not all(map(is_, get(state), saved)):
+                    return False
+        except KeyError:  # an attribute is gone
+            return False
+        return not any(cell.changed() for cell in self._rest)
 
     def restore(self) -> None:
         """Put attributes, items and lists back as they were; needs ``tensors=True``."""
@@ -102,24 +116,33 @@ class _Cell:
         self._state, self._where, self._length, self._tensors = state, where, len(state), tensors
         self._tensor_tokens = {key: _token(state[key], tensors) for key in keys if _holds_tensor(state[key])}
         self._keys = [key for key in keys if key not in self._tensor_tokens]
-        self._get: Callable[[Any], Any] | None = itemgetter(*self._keys) if self._keys else None
-        self._saved: Any = self._get(state) if self._get else None
+        # Twice the one key: for a single one, itemgetter would not return a tuple.
+        names = self._keys * 2 if len(self._keys) == 1 else self._keys
+        self._get: Callable[[Any], tuple[Any, ...]] = itemgetter(*names) if names else _nothing
+        self._saved = self._get(state)
+
+    @property
+    def has_tensors(self) -> bool:
+        return bool(self._tensor_tokens)
+
+    def quick(self) -> tuple[dict[Any, Any], int, Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]:
+        """What a check for identity needs."""
+        return self._state, self._length, self._get, self._saved
 
     def changed(self) -> bool:
         state = self._state
         if len(state) != self._length:
             return True
         try:
-            # Identical objects compare equal in C, without a call into their own __eq__.
-            if self._get is not None and self._get(state) != self._saved:
+            now = self._get(state)
+            if not all(map(_equal, now, self._saved)):
                 return True
             return any(_token(state[key], self._tensors) is not token for key, token in self._tensor_tokens.items())
-        except Exception:  # a key is gone, or an array has no truth value: changed either way
+        except KeyError:  # an attribute is gone
             return True
 
     def _plain(self) -> dict[Any, Any]:
-        saved = self._saved if len(self._keys) > 1 else (self._saved,) * len(self._keys)
-        return dict(zip(self._keys, saved, strict=True))
+        return dict(zip(self._keys, self._saved, strict=False))
 
     def describe(self) -> str:
         known = {**self._plain(), **self._tensor_tokens}
@@ -163,10 +186,7 @@ class _SequenceCell:
         now = self._tokens()
         if len(now) != len(self._saved):
             return True
-        try:
-            return any(a is not b and (_holds_tensor(a) or a != b) for a, b in zip(now, self._saved, strict=True))
-        except Exception:  # an array has no truth value
-            return True
+        return not all(map(_equal, now, self._saved))
 
     def describe(self) -> str:
         return f"{self._where} changed"
@@ -189,10 +209,21 @@ def _token(value: Any, tensors: bool) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # an array has no truth value
+    """The same object, or a plain value that cannot be told from it: 1 is not True, and 0.0 not -0.0.
+
+    An equal list is another list: what is watched is the one that was there.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b) or type(a) not in _PLAIN:
         return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b) and (type(a) is not float or a.hex() == b.hex())
+
+
+def _nothing(_: Any) -> tuple[Any, ...]:
+    return ()
 
 
 def _short(value: Any) -> str:

@@ -173,8 +173,8 @@ def side_tensor() -> hookgraph.Attachment:
 
 def child_hooks() -> hookgraph.Attachment:
     module = mlp()
-    hook = module[0].register_forward_hook(lambda m, args, out: None)
     handle = attached(module)
+    hook = module[0].register_forward_hook(lambda m, args, out: None)
     module(X)
     hook.remove()
     return handle

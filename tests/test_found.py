@@ -1,0 +1,508 @@
+"""What the adversary found: each test is the smallest forward, call or change that once gave a wrong number.
+
+``Watched`` names one forward, what it reads, and what happens between two calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (the name that everyone uses)
+
+from tests.modules import Does
+from tests.parity import Both, Twins
+
+pytestmark = pytest.mark.usefixtures("with_and_without_proof")
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def build(forward: Callable[..., Any], state: Callable[[], dict[str, Any]] = dict) -> Twins:
+    """Twins of a module that runs ``forward``; tensors in ``state`` become plain attributes."""
+
+    def make() -> nn.Module:
+        module = Does(forward)
+        for name, value in state().items():
+            setattr(module, name, value)
+        return module.eval()
+
+    return Twins.build(make)
+
+
+def buffers(forward: Callable[..., Any], state: Callable[[], dict[str, torch.Tensor]]) -> Twins:
+    return Twins.build(lambda: Does(forward, **state()))
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (3, 4)))
+
+
+def steadily(twins: Twins, calls: int = 4, make: Callable[[], tuple[Any, ...]] = lambda: (x(),)) -> None:
+    """Enough calls for a warm-up, a capture, both proofs and replays."""
+    for _ in range(calls):
+        twins(*make())
+
+
+def parity_free(twins: Twins) -> None:
+    """No graph was wrong and only found out by its proof."""
+    assert not twins.count("eager:parity"), twins.handle.stats
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A forward that reads something of its module, which then changes without any argument changing."""
+
+    forward: Callable[..., Any]
+    state: Callable[[], dict[str, Any]]
+    change: Callable[[Any], Any]
+    make: Callable[[], tuple[Any, ...]] = field(default=lambda: (x(),))
+
+
+def _set(name: str, value: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda module: setattr(module, name, value())
+
+
+def _put(name: str, key: Any, value: Any) -> Callable[[Any], None]:
+    return lambda module: getattr(module, name).__setitem__(key, value)
+
+
+@dataclass(slots=True)
+class Slots:
+    gain: float = 1.0
+
+
+@dataclass
+class ComparesNothing:
+    gain: float = field(default=1.0, compare=False)
+
+
+class AttributesOfADict(dict):  # type: ignore[type-arg]
+    gain = 1.0
+
+
+class Owner:
+    gain = 1.0
+
+    def times(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.gain
+
+
+def _whole() -> tuple[torch.Tensor]:
+    return (torch.arange(4),)
+
+
+def _in_order(m: Any, value: torch.Tensor) -> torch.Tensor:
+    for key, number in m.d.items():
+        value = value * number if key == "a" else value + number
+    return value
+
+
+def _reorder(m: Any) -> None:
+    m.d["a"] = m.d.pop("a")
+
+
+def _deep() -> dict[str, Any]:
+    return {"d": {"a": {"b": {"c": {"d": {"e": 1.0}}}}}}
+
+
+def _deepen(m: Any) -> None:
+    m.d["a"]["b"]["c"]["d"]["e"] = 3.0
+
+
+def _two_names() -> dict[str, torch.Tensor]:
+    table = torch.randn(4)
+    return {"a": table, "b": table}
+
+
+def _two_views() -> dict[str, torch.Tensor]:
+    a, b = torch.randn(2, 4).unbind()
+    return {"a": a, "b": b}
+
+
+def _three() -> torch.Tensor:
+    return torch.full((4,), 3.0)
+
+
+WATCHED = {
+    # Python values that compare equal and are not the same.
+    "int becomes float": Watched(lambda m, v: v * m.k, lambda: {"k": 1}, _set("k", lambda: 1.0), _whole),
+    "bool becomes int": Watched(lambda m, v: (v > 1) * m.k, lambda: {"k": True}, _set("k", lambda: 1), _whole),
+    "zero changes its sign": Watched(lambda m, v: v * m.k, lambda: {"k": 0.0}, _set("k", lambda: -0.0)),
+    "number becomes an equal tensor": Watched(
+        lambda m, v: v * m.k, lambda: {"k": 1}, _set("k", lambda: torch.tensor([1.0])), _whole
+    ),
+    "int in a list becomes float": Watched(lambda m, v: v * m.k[0], lambda: {"k": [1]}, _put("k", 0, 1.0), _whole),
+    "int in a set becomes float": Watched(
+        lambda m, v: v * sum(m.k), lambda: {"k": {1, 2}}, lambda m: (m.k.clear(), m.k.update({1.0, 2})), _whole
+    ),
+    "an object whose fields are not compared": Watched(
+        lambda m, v: v * m.c.gain, lambda: {"c": ComparesNothing()}, _set("c", lambda: ComparesNothing(3.0))
+    ),
+    # Containers and objects that the snapshot does not look into, or not deep enough.
+    "order of a dict": Watched(_in_order, lambda: {"d": {"a": 2.0, "b": 3.0}}, _reorder),
+    "item of a long list": Watched(lambda m, v: v * m.k[7], lambda: {"k": [1.0] * 300}, _put("k", 7, 3.0)),
+    "item of a long dict": Watched(
+        lambda m, v: v * m.k[7], lambda: {"k": dict.fromkeys(range(300), 1.0)}, _put("k", 7, 3.0)
+    ),
+    "five levels deep": Watched(lambda m, v: v * m.d["a"]["b"]["c"]["d"]["e"], _deep, _deepen),
+    "item of a deque": Watched(lambda m, v: v * m.k[0], lambda: {"k": deque([1.0])}, _put("k", 0, 3.0)),
+    "item of a bytearray": Watched(lambda m, v: v * m.k[0], lambda: {"k": bytearray(b"ab")}, _put("k", 0, 1)),
+    "element of an array": Watched(lambda m, v: v * float(m.k[0]), lambda: {"k": np.ones(2)}, _put("k", 0, 3.0)),
+    "attribute in a slot": Watched(
+        lambda m, v: v * m.k.gain, lambda: {"k": Slots()}, lambda m: setattr(m.k, "gain", 3.0)
+    ),
+    "attribute of a dict": Watched(
+        lambda m, v: v * m.k.gain, lambda: {"k": AttributesOfADict()}, lambda m: setattr(m.k, "gain", 3.0)
+    ),
+    "keyword of a partial": Watched(
+        lambda m, v: m.act(v),
+        lambda: {"act": functools.partial(F.leaky_relu, negative_slope=0.1)},
+        lambda m: m.act.keywords.update(negative_slope=0.9),
+    ),
+    "owner of a bound method": Watched(
+        lambda m, v: m.times(v), lambda: {"times": Owner().times}, lambda m: setattr(m.times.__self__, "gain", 3.0)
+    ),
+    # Modules that are not registered as submodules.
+    "attribute of a module in a list": Watched(
+        lambda m, v: m.acts[0](v),
+        lambda: {"acts": [nn.LeakyReLU(0.1)]},
+        lambda m: setattr(m.acts[0], "negative_slope", 0.5),
+    ),
+    "hook on a module in a list": Watched(
+        lambda m, v: m.acts[0](v),
+        lambda: {"acts": [nn.ReLU()]},
+        lambda m: m.acts[0].register_forward_hook(lambda module, args, out: out + 1),
+    ),
+    "name of a child": Watched(
+        lambda m, v: m.linear(v) + hasattr(m, "b"),
+        lambda: {"b": nn.ReLU()},
+        lambda m: m._modules.update(c=m._modules.pop("b")),
+    ),
+    "class of the module": Watched(
+        lambda m, v: m.linear(v), dict, lambda m: setattr(m, "__class__", type("Other", (Does,), {"forward": _other}))
+    ),
+    "requires_grad of a parameter": Watched(
+        lambda m, v: m.linear(v) + m.linear.weight.requires_grad, dict, lambda m: m.requires_grad_(False)
+    ),
+    # Tensors that stay at their address and change their geometry.
+    "parameter transposed": Watched(
+        lambda m, v: m.linear(v), dict, lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.t())
+    ),
+    "parameter cropped": Watched(
+        lambda m, v: v[:, : m.w.shape[0]] * m.w,
+        lambda: {"w": nn.Parameter(torch.randn(4))},
+        lambda m: setattr(m.w, "data", m.w.data[:2]),
+    ),
+    "side tensor transposed": Watched(
+        lambda m, v: m.linear(v) @ m.r, lambda: {"r": torch.randn(4, 4)}, lambda m: m.r.t_()
+    ),
+    # Tensors that are no buffers.
+    "second name of a tensor": Watched(lambda m, v: m.linear(v) * m.b, _two_names, _set("b", _three)),
+    "second view of a table": Watched(lambda m, v: m.linear(v) * m.a + m.b, _two_views, _set("b", _three)),
+    "shape alone": Watched(
+        lambda m, v: m.linear(v)[:, : m.r.shape[0]], lambda: {"r": torch.zeros(2)}, _set("r", lambda: torch.zeros(3))
+    ),
+    "shape alone, in a list": Watched(
+        lambda m, v: m.linear(v)[:, : m.r[0].shape[0]], lambda: {"r": [torch.zeros(2)]}, _put("r", 0, torch.zeros(3))
+    ),
+    "dtype alone": Watched(
+        lambda m, v: m.linear(v).to(m.r.dtype), lambda: {"r": torch.zeros(2)}, _set("r", lambda: torch.zeros(2).double())
+    ),
+    "identity alone": Watched(lambda m, v: v + (m.a is m.b), _two_names, _set("b", lambda: torch.zeros(2))),
+}  # fmt: skip
+
+
+def _other(self: Any, value: torch.Tensor) -> torch.Tensor:
+    return value * 7
+
+
+@pytest.mark.parametrize("case", WATCHED.values(), ids=WATCHED.keys())
+def test_a_change_of_the_module_is_noticed(case: Watched) -> None:
+    with build(case.forward, case.state) as twins:
+        twins._attributes = False  # outputs tell; some of these attributes cannot be compared
+        steadily(twins, 4, case.make)
+        assert twins.count("replays"), twins.outcomes
+        twins.apply(case.change)
+        steadily(twins, 3, case.make)
+        parity_free(twins)
+
+
+def test_a_view_of_a_parameter_in_an_attribute_is_replaced() -> None:
+    def make() -> nn.Module:
+        module = Does(lambda m, v: m.linear(v) @ m.turned)
+        module.turned = module.linear.weight.detach().t()
+        return module
+
+    with Twins.build(make) as twins:
+        steadily(twins)
+        twins.apply(_set("turned", lambda: torch.eye(4)))
+        steadily(twins, 3)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.b.t_(), lambda m: m.b.resize_(2, 2)], ids=["t_", "resize_"])
+def test_a_buffer_changes_its_geometry_in_place(change: Callable[[Any], Any]) -> None:
+    with buffers(lambda m, v: v[:, : m.b.shape[0]] @ m.b, lambda: {"b": torch.randn(4, 4)}) as twins:
+        steadily(twins)
+        twins.apply(change)
+        steadily(twins, 3)
+
+
+class InASlot:
+    """Holds a tensor where no walk over ``__dict__`` finds it."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_a_tensor_in_a_slot_is_not_taken_for_a_closure_that_holds_it_too() -> None:
+    table = torch.randn(4)
+
+    def unrelated() -> torch.Tensor:
+        return table
+
+    with build(lambda m, v: m.linear(v) * m.holder.tensor, lambda: {"holder": InASlot(table)}) as twins:
+        steadily(twins)
+        twins.apply(lambda m: setattr(m.holder, "tensor", torch.ones(4)))
+        steadily(twins, 3)
+    assert unrelated() is table
+
+
+# -- arguments that share memory with the module --------------------------------------------------------
+
+
+def test_a_written_argument_is_a_side_tensor_in_a_later_call() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        v.add_(1)
+        return m.linear(m.r) + v
+
+    with build(forward, lambda: {"r": torch.randn(3, 4)}) as twins:
+        steadily(twins)
+        for _ in range(3):
+            twins(twins.modules.map(lambda m: m.r))
+        parity_free(twins)
+
+
+def test_a_side_tensor_was_an_argument_while_it_was_captured() -> None:
+    with build(lambda m, v: m.linear(m.r) + v, lambda: {"r": torch.randn(3, 4)}) as twins:
+        for _ in range(4):
+            twins(twins.modules.map(lambda m: m.r))
+        twins.apply(_set("r", lambda: torch.ones(3, 4)))
+        steadily(twins, 3)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "side"])
+def test_the_forward_writes_to_a_tensor_of_the_module_that_is_given_as_argument(kind: str) -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        m.r.mul_(0.5)
+        return v + 1
+
+    twins = (buffers if kind == "buffer" else build)(forward, lambda: {"r": torch.randn(3, 4)})
+    with twins:
+        for _ in range(5):
+            twins(twins.modules.map(lambda m: m.r))
+        parity_free(twins)
+
+
+def test_a_tensor_given_twice_is_written_without_its_version_counting() -> None:
+    def forward(m: Any, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        v.data.mul_(0.5)
+        return m.linear(w)
+
+    with build(forward) as twins:
+        for _ in range(5):
+            value = x()
+            twins(value, value)
+        parity_free(twins)
+
+
+# -- tensors of the module that share memory with each other ----------------------------------------------
+
+
+def test_a_proof_puts_back_every_buffer_of_one_memory() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        m.b.add_(1)
+        return m.linear(v) + m.a
+
+    def state() -> dict[str, torch.Tensor]:
+        a, b = torch.zeros(2, 4).unbind()
+        return {"a": a, "b": b}
+
+    with buffers(forward, state) as twins:
+        steadily(twins, 6)
+        parity_free(twins)
+
+
+def test_a_proof_puts_back_every_side_tensor_of_one_memory() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        m.a.add_(1)
+        m.b.add_(2)
+        return m.linear(v)
+
+    with build(forward, _two_views) as twins:
+        steadily(twins, 6)
+        parity_free(twins)
+
+
+def test_a_returned_buffer_is_itself_though_another_shares_its_memory() -> None:
+    with buffers(lambda m, v: (m.linear(v), m.b), _two_views) as twins:
+        steadily(twins, 6)
+
+
+# -- what a forward does inside ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda v: torch.as_tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda v: torch.Tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda v: v.new_tensor([1.0, 2.0, 3.0, 4.0]),
+    ],
+    ids=["tensor", "as_tensor", "Tensor", "new_tensor"],
+)
+def test_a_constant_is_written_in_place(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        constant = make(v)
+        constant += v[0]
+        return m.linear(v) + constant
+
+    with build(forward) as twins:
+        steadily(twins, 6)
+        parity_free(twins)
+
+
+@pytest.mark.parametrize("turn", [torch.Tensor.t_, lambda y: y.unsqueeze_(0)], ids=["t_", "unsqueeze_"])
+def test_an_intermediate_changes_its_geometry_in_place(turn: Callable[[torch.Tensor], Any]) -> None:
+    def forward(m: Any, v: torch.Tensor) -> Any:
+        y = m.linear(v)
+        z = y @ y.t()
+        turn(y)
+        return z, y
+
+    with build(forward) as twins:
+        steadily(twins, 6, lambda: (x(4, 4),))
+        parity_free(twins)
+
+
+def test_the_forward_turns_a_buffer_in_place() -> None:
+    with buffers(lambda m, v: m.linear(v) @ m.b.t_(), lambda: {"b": torch.randn(4, 4)}) as twins:
+        steadily(twins, 7)
+        parity_free(twins)
+
+
+def test_the_forward_exchanges_the_memory_of_a_buffer() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        out = m.linear(v) + m.b
+        m.b.data = v * 2
+        return out
+
+    with buffers(forward, lambda: {"b": torch.randn(3, 4)}) as twins:
+        steadily(twins, 7)
+        parity_free(twins)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, v, n: m.linear(v).tensor_split(n),
+        lambda m, v, n: nn.utils.rnn.pack_padded_sequence(v[None].expand(2, 6, 4), n.flip(0), batch_first=True).data,
+    ],
+    ids=["tensor_split", "pack_padded_sequence"],
+)
+def test_an_operator_reads_the_host_values_of_a_tensor_below_the_dispatcher(forward: Callable[..., Any]) -> None:
+    with build(forward) as twins:
+        for k in range(7):
+            twins(x(6, 4), torch.tensor([1 + k % 3, 4]))
+        parity_free(twins)
+
+
+def test_instance_norm_advances_its_statistics_in_inference_mode() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Identity()).eval()
+        model[0].train()
+        return model
+
+    with Twins.build(make, evaluate=False) as twins, torch.inference_mode():
+        steadily(twins, 6, lambda: (x(2, 4, 5),))
+        parity_free(twins)
+
+
+# -- signatures that are too equal -----------------------------------------------------------------------
+
+
+def test_strides_of_a_dimension_of_one_decide_the_layout_of_a_convolution() -> None:
+    with Twins.build(lambda: nn.Sequential(nn.Conv2d(1, 3, 3))) as twins:
+        steadily(twins, 4, lambda: (x(2, 1, 5, 5),))
+        steadily(twins, 3, lambda: (x(2, 1, 5, 5).as_strided((2, 1, 5, 5), (25, 1, 5, 1)),))
+
+
+@pytest.mark.parametrize("other", [1.0, True], ids=["float", "bool"])
+def test_keys_of_a_dict_that_compare_equal(other: Any) -> None:
+    def forward(m: Any, v: torch.Tensor, d: dict[Any, Any]) -> torch.Tensor:
+        return v * next(iter(d))
+
+    with build(forward) as twins:
+        steadily(twins, 4, lambda: (torch.arange(4) > 1, {1: x(1)}))
+        steadily(twins, 3, lambda: (torch.arange(4) > 1, {other: x(1)}))
+
+
+def test_the_fast_path_of_attention_is_switched_off() -> None:
+    with Twins.build(lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)) as twins:
+        steadily(twins, 4, lambda: (x(2, 3, 4),))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            steadily(twins, 3, lambda: (x(2, 3, 4),))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+# -- what comes out ---------------------------------------------------------------------------------------
+
+
+def test_a_list_is_returned_and_left_with_the_caller() -> None:
+    def forward(m: Any, v: torch.Tensor, bag: list[Any]) -> list[torch.Tensor]:
+        out = [m.linear(v)]
+        bag.append(out)
+        return out
+
+    with build(forward) as twins:
+        steadily(twins, 5, lambda: (x(), []))
+
+
+def test_a_returned_dict_is_the_one_of_the_module() -> None:
+    with build(lambda m, v: {"y": m.linear(v), "cfg": m.cfg}, lambda: {"cfg": {"a": 1}}) as twins:
+        for _ in range(5):
+            out = twins(x())
+            mine = Both(out.eager["cfg"] is twins.modules.eager.cfg, out.attached["cfg"] is twins.modules.attached.cfg)
+            assert mine.eager == mine.attached
+
+
+def test_a_zero_in_a_container_changes_its_sign() -> None:
+    def forward(m: Any, v: torch.Tensor, d: dict[str, float]) -> torch.Tensor:
+        d["k"] = -d["k"]
+        return m.linear(v)
+
+    with build(forward) as twins:
+        steadily(twins, 6, lambda: (x(), {"k": 0.0}))
+
+
+def test_a_lazy_conjugate_is_resolved() -> None:
+    with build(lambda m, v: (v * 2, v.resolve_conj())) as twins:
+        for _ in range(6):
+            value = torch.randn(3, dtype=torch.complex64)
+            twins(Both(value.clone().conj(), value.clone().conj()))
