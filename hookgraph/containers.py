@@ -122,19 +122,19 @@ def _owner(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def inside_caches(spec: tree.TreeSpec) -> frozenset[int]:
-    """The positions of the leaves of a call that lie in a transformers cache."""
-    return frozenset(
+def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool]:
+    """What matters of a call's structure.
+
+    Returns:
+        The positions of the leaves that lie in a transformers cache; and whether there are empty
+        containers, which could be one and the same without sharing a leaf.
+    """
+    in_caches = frozenset(
         position
         for position, path in enumerate(spec.paths())
         if any(isinstance(step, tree.Attribute) and step.of_cache for step in path)
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def has_empty(spec: tree.TreeSpec) -> bool:
-    """Whether a call has empty containers, which could be one and the same without sharing a leaf."""
-    return spec.num_nodes > spec.num_leaves and any(child.num_leaves == 0 for child in _below(spec))
+    return in_caches, any(child.num_leaves == 0 for child in _below(spec))
 
 
 def _below(spec: tree.TreeSpec) -> Iterable[tree.TreeSpec]:

@@ -45,9 +45,15 @@ class StaticInputs:
 
         Cost: one ``_foreach_copy_`` for each dtype.
         """
-        with torch.no_grad():
-            for plans, targets in self._groups:
-                torch._foreach_copy_(targets, [plan.source(leaves) for plan in plans])
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._copy(leaves)
+        else:
+            self._copy(leaves)
+
+    def _copy(self, leaves: list[Any]) -> None:
+        for plans, targets in self._groups:
+            torch._foreach_copy_(targets, [plan.source(leaves) for plan in plans])
 
 
 class _CopyPlan:

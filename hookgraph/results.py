@@ -95,9 +95,10 @@ class Rebuilt:
 
     def write_back(self) -> None:
         """Leave the caller's arguments as the forward would have left them."""
-        with torch.no_grad():
-            for theirs, value in self.arguments:
-                theirs.copy_(value)
+        if self.arguments:
+            with torch.no_grad():
+                for theirs, value in self.arguments:
+                    theirs.copy_(value)
         for container, contents in self.contents:
             contents.put_into(container)
 

@@ -139,7 +139,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
     tensors: list[int] = []
     batch: int | None = None
     first_seen: dict[int, int] = {}
-    free = containers.inside_caches(spec)
+    free, has_empty = containers.shape_of(spec)
     shares = repeats = False
     for position, leaf in enumerate(leaves):
         if type(leaf) not in _TENSORS:
@@ -158,7 +158,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         keys.append(key)
         if key[0] == _TENSOR:
             tensors.append(position)
-    if repeats or containers.has_empty(spec):
+    if repeats or has_empty:
         pattern = containers.alias_pattern(root)
         keys.append((_SAME, pattern))
         shares = len(set(pattern)) != len(pattern)
