@@ -12,8 +12,6 @@ from hookgraph.reasons import Fallback, FallbackReason
 
 def standing_aside() -> Fallback | None:
     """The reason why this thread must not be served from a graph right now, if any."""
-    if torch.compiler.is_compiling():
-        return Fallback(FallbackReason.COMPILING)
     if private_torch.tracer_at_work():
         return Fallback(FallbackReason.TRACING)
     if private_torch.dispatch_mode_active():

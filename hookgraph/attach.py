@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from hookgraph.backends import Backends
-from hookgraph.errors import AttachError
+from hookgraph.errors import AttachError, HookgraphWarning
 from hookgraph.hooks import ModuleHooks
 from hookgraph.options import Options
 from hookgraph.runner import Runner
@@ -199,7 +200,20 @@ def attach(
         handle = Attachment(chosen, options)
         for module in chosen.values():
             _attached[module] = handle
+    _warn_of_compiled(chosen)
     return handle
+
+
+def _warn_of_compiled(chosen: dict[str, nn.Module]) -> None:
+    """Tell that ``module.compile()`` makes calls pass us by: they run compiled code, without hooks."""
+    compiled = [name or "the module itself" for name, module in chosen.items() if module._compiled_call_impl]
+    if compiled:
+        warnings.warn(
+            f"{', '.join(compiled)}: compiled in place by module.compile(), so calls run the compiled code, right but "
+            "not through hookgraph. Attach to a module above it, or compile its submodules instead.",
+            HookgraphWarning,
+            stacklevel=3,
+        )
 
 
 def _existing(chosen: dict[str, nn.Module], options: Options) -> Attachment | None:
@@ -323,7 +337,13 @@ def detach(model: nn.Module) -> None:
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether a module or one of its submodules is attached."""
+    """Whether a module or one of its submodules is attached.
+
+    Example:
+        >>> import torch, hookgraph
+        >>> hookgraph.is_attached(torch.nn.Linear(2, 2))
+        False
+    """
     return bool(_handles_below(model))
 
 
@@ -332,6 +352,11 @@ def stats(model: nn.Module | None = None) -> Stats:
 
     Args:
         model: None for everything that is attached now.
+
+    Example:
+        >>> import torch, hookgraph
+        >>> hookgraph.stats(torch.nn.Linear(2, 2)).calls
+        0
     """
     if model is not None:
         handles = _handles_below(model)

@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,9 +25,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookgraph import tree
+from hookgraph import containers, tree
 from hookgraph.constants import HostConstants, host_copy, makers
-from hookgraph.private_torch import ThreadPatch, storage_key
+from hookgraph.private_torch import ThreadPatch, autocast_weights_uncached, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
@@ -50,6 +51,7 @@ class Findings:
     side: Weak = field(default_factory=weakref.WeakValueDictionary)  # neither argument, module's nor made inside
     side_lines: dict[int, str] = field(default_factory=dict)
     written_outside: Weak = field(default_factory=weakref.WeakValueDictionary)  # module's and side tensors
+    kept: str | None = None  # a tensor that the forward made and that somebody outside keeps
     outside: int = 0  # how many both had when the forward ended
     constants: HostConstants = field(default_factory=HostConstants)
     operators: int = 0
@@ -104,6 +106,7 @@ def watch(audit: Audit) -> Iterator[None]:
         for patch in ([_readers] if audit.device.type == "cpu" else []) + _seeders:
             stack.enter_context(patch.active())
         stack.enter_context(makers.active())
+        stack.enter_context(autocast_weights_uncached())
         stack.enter_context(audit)
         yield
 
@@ -129,6 +132,7 @@ class Audit(TorchDispatchMode):
         self.device, self._arguments, self._own = device, arguments, own
         self._made: set[int] = set()
         self._held: list[torch.Tensor] = []
+        self._alive: dict[int, StorageWeakRef] = {}
         self._random_on_host = False
 
     @classmethod
@@ -192,13 +196,31 @@ class Audit(TorchDispatchMode):
         Args:
             result: The output of the forward, and the arguments as it left them.
         """
+        came_out = {storage_key(tensor) for tensor in containers.tensors_in(result)}
+        self._held.clear()
+        self._look_at_kept(came_out)
         if self._passing:
-            self._sort_out_passing(result)
+            self._sort_out_passing(came_out)
         self.findings.outside = len(self.findings.side) + len(self.findings.written_outside)
         self._held.clear()
 
-    def _sort_out_passing(self, result: Any) -> None:
-        came_out = {storage_key(tensor) for tensor in _tensors(result)}
+    def _look_at_kept(self, came_out: set[int]) -> None:
+        """Notice a table that the forward has just put into a cache of a function or a global.
+
+        The graph would read its memory without keeping it alive; the next warm-up finds it there, and
+        then it is a side tensor like any other.
+        """
+
+        def survivors() -> list[int]:
+            return [key for key, ref in self._alive.items() if key not in came_out and not ref.expired()]
+
+        if survivors():
+            gc.collect()  # a cycle of the forward may still hold some
+            left = survivors()
+            if left:
+                self.findings.kept = f"{len(left)} of the tensors that it makes are kept outside the module"
+
+    def _sort_out_passing(self, came_out: set[int]) -> None:
         gc.collect()  # a cycle of the forward may still hold some
         left = {key for key, storage in self._passing.items() if not storage.expired() and key not in came_out}
         # Compiled code reads through views of its own: look for who holds the memory.
@@ -268,6 +290,7 @@ class Audit(TorchDispatchMode):
             key = storage_key(tensor)
             if key not in known:
                 self._made.add(key)
+                self._alive[key] = StorageWeakRef(tensor.untyped_storage())
                 # The memory of a dead tensor may serve a new one: then it is no side tensor any more.
                 self.findings.side.pop(key, None)
                 self._passing.pop(key, None)
@@ -346,14 +369,34 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def told(error: BaseException) -> str:
+    """An exception in one line, with the innermost line of the model's source that it passed."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_model(trace.tb_frame.f_code.co_filename):
+            found = _place(trace.tb_frame.f_code, trace.tb_lineno)
+        trace = trace.tb_next
+    return f"{found}: {text}" if found else text
+
+
+def _is_model(filename: str) -> bool:
+    return not filename.startswith(_SKIPPED_FOLDERS) and not filename.endswith(_SKIPPED_FILES)
+
+
+def _place(code: types.CodeType, line: int) -> str:
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} in {code.co_qualname}"
+
+
 def source_line() -> str:
     """The innermost line of the model's own source that is running, as ``file.py:12 in forward``."""
     frame = sys._getframe(1)
     found = None
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_SKIPPED_FOLDERS) and not code.co_filename.endswith(_SKIPPED_FILES):
-            found = f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno} in {code.co_qualname}"
+        if _is_model(code.co_filename):
+            found = _place(code, frame.f_lineno)
             break
         frame = frame.f_back  # type: ignore[assignment]
     return found or "unknown line"

@@ -150,6 +150,15 @@ def alias_pattern(root: Any) -> tuple[int, ...]:
     return tuple([first.setdefault(id(value), index) for index, value in enumerate(mutable_containers(root))])
 
 
+def tensors_in(root: Any) -> list[torch.Tensor]:
+    """Every tensor in ``root``, objects that can be opened included."""
+    leaves, _ = tree.flatten(root)
+    unknown = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, int, float, str))]
+    if any([type(leaf) not in _opened and open_class(type(leaf)) for leaf in unknown]):  # noqa: C419 (opens all)
+        return tensors_in(root)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def is_mutable(value: Any) -> bool:
     """Whether a forward could change what ``value`` itself holds."""
     return isinstance(value, _BUILT_IN) or type(value) in _opened

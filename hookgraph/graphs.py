@@ -245,6 +245,7 @@ def capture(
     inputs.fill(call.leaves)  # a forward may branch on nothing but shapes, yet it should see sane values
     shadow = Shadow.of(call.spec, inputs)
     state = ModuleState(module, tensors=True)
+    memory = [(parameter, parameter.data) for parameter in module.parameters()]
 
     def recorded() -> Any:
         if not findings.constants.on_host:
@@ -257,9 +258,12 @@ def capture(
     except CaptureError as error:
         return Fallback(FallbackReason.CAPTURE_FAILED, str(error))
     finally:
-        change = state.difference()
+        change = state.difference() or guards.moved()
         if change is not None:
             state.restore()
+            for parameter, data in memory:  # what a capture puts there is never computed
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
     if change is not None:
         graph.release()
         return Fallback(FallbackReason.CHANGES_STATE, f"while it was captured: {change}")

@@ -194,7 +194,7 @@ class SideTensor:
             try:
                 if self._current() is not self.tensor:
                     return True
-            except (LookupError, AttributeError, ValueError):
+            except Exception:  # the way there is gone: a step is None now, an attribute or a key is missing
                 return True
         if self._version is not None and self.tensor._version != self._version:
             return True

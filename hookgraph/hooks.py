@@ -142,6 +142,7 @@ class ModuleHooks:
         self._calls = threading.local()
         self._active = True
         self._lock = threading.Lock()
+        self._looked_at: Callable[[], Any] = _nothing
         self._handles: list[Any] = []
         self._found, self._seam = self._make_seam(module)
         self._install(module)
@@ -214,7 +215,6 @@ class ModuleHooks:
             return
         current = module.__dict__.get("forward")
         what = getattr(current, "__qualname__", type(current).__qualname__)
-        del current
         self.runner.counters.mark(Outcome.EAGER, Fallback(FallbackReason.DISPLACED, what))
         self._put_back(module)
 
@@ -224,12 +224,15 @@ class ModuleHooks:
         That is safe once nobody holds the seam: a wrapper that still does may only have left out
         this call, as a cache that skips a block does.
         """
+        current = module.__dict__.get("forward", nn.Module.forward)
+        if module is not self._module() or self._looked_at() is current:
+            return
+        self._looked_at = weakref.ref(current)
+        self.runner.invalidate("another library replaced the module's forward")  # guards hold the seam, too
         with self._lock:
-            if not self._active or module is not self._module() or sys.getrefcount(self._seam) > _OUR_REFERENCES:
-                return
-            self.runner.invalidate("another library replaced the module's forward")
-            self._found, self._seam = self._make_seam(module)
-            module.__dict__[_slot(module)] = self._seam
+            if self._active and sys.getrefcount(self._seam) <= _OUR_REFERENCES:
+                self._found, self._seam = self._make_seam(module)
+                module.__dict__[_slot(module)] = self._seam
 
     def _serve(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:
@@ -310,6 +313,10 @@ class _Replicate:
 
 
 _ENTRIES: dict[str, type] = {"__reduce_ex__": _PlainReduce, "_replicate_for_data_parallel": _Replicate}
+
+
+def _nothing() -> None:
+    """What a dead reference gives."""
 
 
 def _slot(module: nn.Module) -> str:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from hookgraph.reasons import Fallback, FallbackReason
 
 MOST_CHANGING_WARMUPS = 3  # a forward that still changes attributes after so many calls always will
-REST_AFTER_UNSTABLE = 32  # eager calls before a module that never stood still gets another chance
+REST = 32  # eager calls before an unstable or blocked signature may get another chance
 MOST_INVALIDATIONS = 4  # in a row, without a replay in between: the module never stands still
 
 

@@ -103,6 +103,26 @@ def numerics_flags(device_type: str) -> tuple[Any, ...]:
     return tuple([read() for read in readers])
 
 
+@contextmanager
+def autocast_weights_uncached() -> Iterator[None]:
+    """Let autocast cast weights anew at each use, where it is on.
+
+    What it keeps cast dies with its context, and a graph would go on reading it.  Where autocast is
+    off nothing is touched, since Dynamo compiles anew for another setting.
+
+    Restores: the setting as it was.
+    """
+    caching = torch.is_autocast_cache_enabled()
+    casting = caching and any(torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu"))
+    if casting:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        if casting:
+            torch.set_autocast_cache_enabled(True)
+
+
 # -- functions of torch that act differently on one thread ----------------------------------------
 
 

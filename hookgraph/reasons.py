@@ -35,11 +35,6 @@ class FallbackReason(StrEnum):
         "needs_grad", "gradients are enabled and an argument or a parameter requires them",
         "call it under torch.no_grad() or torch.inference_mode()",
     )  # fmt: skip
-    COMPILING = (
-        "compiling",
-        "torch.compile or torch.export is tracing the module",
-        "nothing to do: the traced code runs",
-    )
     TRACING = "tracing", "torch.jit, torch.fx or a functorch transform is at work", "nothing to do"
     MODE_ACTIVE = (
         "mode_active", "a torch function or dispatch mode watches this call (a profiler, FLOP counter or fake tensors)",
@@ -106,10 +101,6 @@ class FallbackReason(StrEnum):
         "changes_state", "the forward changes Python state of the module on each call",
         "keep the state in a buffer that is written in place, or attach to submodules",
     )  # fmt: skip
-    WRITES_OUTSIDE = (
-        "writes_outside", "the forward writes to memory that is neither an argument, a buffer nor its own",
-        "make it a buffer of the module, or pass it as an argument",
-    )  # fmt: skip
     SIDE_TENSOR = (
         "side_tensor", "the forward reads a tensor that reaches it neither as an argument nor from the module",
         "make it a buffer of the module, or pass it as an argument",
@@ -147,7 +138,6 @@ class FallbackReason(StrEnum):
         "unstable", "the module changes between calls so often that graphs never pay",
         "avoid changing weights, adapters or flags between calls, or detach()",
     )  # fmt: skip
-    NOT_WORTH_IT = "not_worth_it", "the graph was slower than min_speedup asks", "lower min_speedup"
 
 
 @dataclass(frozen=True, slots=True)

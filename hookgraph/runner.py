@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookgraph import ambient, graphs, guards, policy, signature, switch
+from hookgraph import ambient, foreign, graphs, guards, policy, signature, switch
 from hookgraph.audit import Audit, Findings, watch
 from hookgraph.backends import Backends
 from hookgraph.churn import ScalarChurn
 from hookgraph.counters import Counters, Outcome
-from hookgraph.errors import FallbackError, HookgraphWarning
+from hookgraph.errors import CaptureError, FallbackError, HookgraphWarning
 from hookgraph.graphs import CapturedForward, Stale
 from hookgraph.options import Options
 from hookgraph.policy import Plan, Situation, Stage
@@ -87,6 +87,7 @@ class Runner:
         self._churn = ScalarChurn(patience=max(options.max_graphs, 4))
         self._backends = backends
         self._habit = policy.Habit()
+        self._blocked_seen: guards.Guards | None = None
         self._lock = threading.RLock()
         self._told: set[FallbackReason] = set()
 
@@ -152,6 +153,8 @@ class Runner:
                 except Stale as stale:
                     self._invalidate_stale(str(stale))
                     decision = policy.decide(self._situation(entry))
+                except CaptureError as error:
+                    decision = policy.Decision(Plan.EAGER, self._give_up(entry, error))
             if decision.plan is Plan.CAPTURE and not self._is_as_seen(entry):
                 decision = policy.decide(self._situation(entry))
             if decision.plan in (Plan.CAPTURE, Plan.WARM_UP):
@@ -206,12 +209,21 @@ class Runner:
 
     def _decide_known(self, entry: Entry) -> policy.Decision:
         decision = policy.decide(self._situation(entry))
-        if decision.fallback is None or decision.fallback.reason is not FallbackReason.UNSTABLE:
+        unstable = decision.fallback is not None and decision.fallback.reason is FallbackReason.UNSTABLE
+        if not unstable and entry.stage is not Stage.BLOCKED:
             return decision
         entry.rested += 1
-        if entry.rested < policy.REST_AFTER_UNSTABLE:
+        if entry.rested < policy.REST:
             return decision
-        entry.rested, entry.invalidations = 0, policy.MOST_INVALIDATIONS - 1
+        entry.rested = 0
+        if unstable:
+            entry.invalidations = policy.MOST_INVALIDATIONS - 1
+        elif self._blocked_seen is not None and self._blocked_seen.difference() is not None:
+            # The module is not what it was when signatures were blocked: what blocked them may be gone.
+            self._blocked.clear()
+            self._habit = policy.Habit()
+            if len(self._entries) < self.options.max_graphs:
+                entry.blocked, entry.stage, self._entries[entry.signature] = None, Stage.WARM, entry
         return policy.decide(self._situation(entry))
 
     def _situation(self, entry: Entry) -> Situation:
@@ -279,7 +291,7 @@ class Runner:
         if blocker is not None:  # not a property of the signature: the next call may find it gone
             self._forget(entry)
             return self.eager(blocker, forward, args, kwargs, entry)
-        state = ModuleState(module, tensors=True)
+        state, weights = ModuleState(module, tensors=True), guards.Guards(module, [], "weights")
         compiled = compiled_part(module) is not None
         audit = Audit(call.device, _argument_storages(call), guards.own_tensors(module), compiled)
         try:
@@ -291,7 +303,8 @@ class Runner:
         audit.finish((output, args, kwargs))
         with self._backends.on(call.device).turn():
             pass  # later turns come after what this call left on its stream: tables, constants
-        verdict = self._judge(module, entry, audit.findings, call, state.difference())
+        change = state.difference() or weights.difference() or audit.findings.kept
+        verdict = self._judge(module, entry, audit.findings, call, change)
         self._mark(Outcome.WARMUP if verdict.blocker is None else Outcome.EAGER, entry, verdict.blocker)
         if verdict.blocker is not None:
             self._tell(verdict.blocker)
@@ -322,6 +335,9 @@ class Runner:
             hook = guards.child_hooks(module)
             if hook is not None:
                 return Fallback(FallbackReason.CHILD_HOOKS, hook)
+        feature = foreign.recognise(module)
+        if feature is not None:
+            return Fallback(FallbackReason.FOREIGN_HOOK, feature)
         refused = self._backends.on(device).refuses(module)
         if refused is not None:
             return refused
@@ -375,7 +391,7 @@ class Runner:
         assert entry.graph is not None
         try:
             output = entry.graph.replay(call, args, kwargs, self.options.outputs == "clone")
-        except Stale:
+        except (Stale, CaptureError):
             raise
         except BaseException:
             self._mark(Outcome.ERROR, entry)
@@ -394,6 +410,14 @@ class Runner:
         except Stale as stale:
             self._invalidate_stale(str(stale))
             return self.eager(Fallback(FallbackReason.UNSTABLE, str(stale)), forward, args, kwargs, entry)
+        except CaptureError as error:
+            return self.eager(self._give_up(entry, error), forward, args, kwargs, entry)
+
+    def _give_up(self, entry: Entry, error: CaptureError) -> Fallback:
+        """Block a signature whose graph could not be launched."""
+        fallback = Fallback(FallbackReason.CAPTURE_FAILED, f"at a replay: {error}")
+        self._set_blocked(entry, fallback)
+        return fallback
 
     def _replay_on_probation(self, entry: Entry, call: Call, forward: Forward, args: Any, kwargs: Any) -> Any:
         with self._lock:
@@ -410,7 +434,10 @@ class Runner:
             graph = entry.graph
             if graph is None:
                 return self.eager(Fallback(FallbackReason.BUSY), forward, args, kwargs, entry)
-            replayed = graph.rehearse(call, args, kwargs)
+            try:
+                replayed = graph.rehearse(call, args, kwargs)
+            except CaptureError as error:
+                return self.eager(self._give_up(entry, error), forward, args, kwargs, entry)
         output = self._call(forward, args, kwargs, entry)
         found = graph.difference(replayed, output)
         if found is not None and graph.differs_within_reason(replayed, output, lambda: forward(*args, **kwargs)):
@@ -442,6 +469,8 @@ class Runner:
         entry.blocked = fallback
         self._entries.pop(entry.signature, None)
         self._blocked[entry.signature] = entry
+        module = self._module()
+        self._blocked_seen = guards.Guards(module, [], self.options.guards) if module is not None else None
         while len(self._blocked) > _MOST_BLOCKED:
             self._blocked.popitem(last=False)
         _log.info("%s: eager from now on for %s: %s", self.label, entry.signature.summary(), fallback)

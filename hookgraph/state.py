@@ -19,7 +19,8 @@ from torch import nn
 # Parameters, buffers and submodules are guarded apart from this, hook dictionaries too.
 _STANDARD = set(vars(nn.Module())) - {"training"}
 _LARGEST_CONTAINER = 256  # a longer list or dict is data; its length alone is compared
-_DEEPEST = 3
+_DEEPEST = 8  # diffusers keeps the counters of its step caches seven steps below a module
+_MOST_CELLS = 50_000  # beyond that it is a data set that hangs on the module
 _OBJECTS_LEFT_ALONE = (
     nn.Module, torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     types.ModuleType, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, type(None),
@@ -88,6 +89,8 @@ class ModuleState:
 
     def _descend(self, value: Any, where: str, depth: int) -> None:
         if isinstance(value, _OBJECTS_LEFT_ALONE) or depth > _DEEPEST or id(value) in self._seen:
+            return
+        if len(self._cells) > _MOST_CELLS:
             return
         self._seen.add(id(value))
         if isinstance(value, dict):

@@ -44,8 +44,8 @@ OUTCOMES = ("warmups", "captures", "replays", "eager", "errors")
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
 _SEALED = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.Generator, property)
-_BOOKKEEPING = {  # ours while attached: the last three
-    "_parameters", "_buffers", "_modules", "forward", "__reduce_ex__", "_replicate_for_data_parallel",
+_BOOKKEEPING = {  # the last four hold something of ours while attached
+    "_parameters", "_buffers", "_modules", "forward", "_old_forward", "__reduce_ex__", "_replicate_for_data_parallel",
 }  # fmt: skip
 
 

@@ -329,6 +329,42 @@ def test_a_tensor_given_twice_is_written_without_its_version_counting() -> None:
         parity_free(twins)
 
 
+def test_an_inference_tensor_is_written_through_its_data() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        v.data.mul_(0.5)  # allowed outside of inference mode, where an update of the tensor itself is not
+        return m.linear(v)
+
+    with build(forward) as twins:
+        for _ in range(5):
+            with torch.inference_mode():
+                value = x()
+            twins(value)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: x(3, 4, 2)[..., 0], lambda: x().requires_grad_()], ids=["strided", "requires_grad"]
+)
+def test_a_proof_compares_an_argument_written_in_place_as_it_is(make: Callable[[], torch.Tensor]) -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        v.mul_(0.5)
+        return m.linear(v)
+
+    with build(forward) as twins:
+        steadily(twins, 6, lambda: (make(),))
+        parity_free(twins)
+
+
+@pytest.mark.parametrize(
+    "layout", [lambda v: v.reshape(-1), lambda v: v.mT, lambda v: v.view_as(v)], ids=["reshape", "mT", "view_as"]
+)
+def test_a_watched_call_keeps_the_flags_of_a_view_in_inference_mode(layout: Callable[..., torch.Tensor]) -> None:
+    with build(lambda m, v: (m.linear(v), layout(v))) as twins:
+        for _ in range(5):
+            value = x().requires_grad_()  # no inference tensor
+            with torch.inference_mode():
+                twins(value)
+
+
 # -- tensors of the module that share memory with each other ----------------------------------------------
 
 

@@ -6,24 +6,39 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-import hookgraph
-from tests import parity, soak
+from tests import soak
 
-SEQUENCES, CHUNK = 2000, 100
+SEQUENCES, WORKERS = 2000, 2
 
 
-@pytest.mark.parametrize("first", range(0, SEQUENCES, CHUNK))
-def test_random_sequences(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every sequence checks for residue itself, at its end; the fixture would hold all its modules.
-    monkeypatch.setattr(hookgraph, "attach", hookgraph.attach.__wrapped__)  # type: ignore[attr-defined]
-    monkeypatch.setattr(parity, "WATCH", None)
-    with soak.quick_referrers():
-        tally = soak.run(range(first, first + CHUNK), soak.Tally())
-    notes = "\n".join(f"seed {seed} (python -m tests.soak --shrink {seed}): {note}" for seed, note in tally.mismatches)
-    assert not tally.mismatches, notes
-    assert tally.replays > tally.sequences, "too few replays to prove anything"
+def test_random_sequences() -> None:
+    """Each worker looks for residue itself, since no fixture reaches it."""
+    share = SEQUENCES // WORKERS
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.soak", "--seed", str(first), "--sequences", str(share)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for first in range(0, SEQUENCES, share)
+    ]
+    outputs = [worker.communicate()[0].splitlines() for worker in workers]
+    failures = [line for lines in outputs for line in lines[:-1]]
+    assert not failures, "make one small with: python -m tests.soak --shrink SEED\n" + "\n".join(failures)
+    totals = [json.loads(lines[-1]) for lines in outputs]
+    assert sum(total["sequences"] for total in totals) == SEQUENCES
+    assert all(total["replays"] > total["sequences"] for total in totals), "too few replays to prove anything"
 
 
 def test_a_plan_depends_on_its_seed_alone() -> None:

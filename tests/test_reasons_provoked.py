@@ -278,14 +278,13 @@ PROVOKED: dict[str, tuple[Callable[[], hookgraph.Attachment], str]] = {
 
 # No call on the CPU can meet these: the rule behind each is asked directly, below.
 WITHOUT_A_CALL = {
-    "compiling": "the seam leaves traced code alone before anything is counted",
     "capturing": "tests/gpu: a stream that is captured already",
     "host_tensor": "a module on another device",
     "host_copy": "a forward on another device",
 }
 
 # Nothing raises these today.
-UNUSED = {"foreign_hook", "writes_outside", "not_worth_it"}
+UNUSED = {"foreign_hook"}
 
 
 def _no_device() -> hookgraph.Attachment:

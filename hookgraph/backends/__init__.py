@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hookgraph.private_torch import autocast_weights_uncached
 from hookgraph.reasons import Fallback
 
 
@@ -124,18 +125,15 @@ def _make(kind: str, device: torch.device) -> Backend:
 def capture_surroundings() -> Iterator[None]:
     """Hold still what must not move while a forward is recorded.
 
-    A collection could destroy another graph in the middle of a capture, and a weight that autocast
-    keeps cast would be read at an address that dies with the autocast context.
+    A collection could destroy another graph in the middle of a capture.
 
     Restores: the garbage collector and the autocast cache as they were found.
     """
-    with _capturing:
-        collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    with _capturing, autocast_weights_uncached():
+        collecting = gc.isenabled()
         gc.disable()
-        torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
-            torch.set_autocast_cache_enabled(caching)
             if collecting:
                 gc.enable()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hookgraph.audit import told
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
 from hookgraph.private_torch import hide_capture, stream_is_capturing
@@ -103,7 +104,7 @@ class CudaBackend:
                 except CaptureError:
                     raise
                 except Exception as error:
-                    raise CaptureError(_told(error)) from error
+                    raise CaptureError(told(error)) from error
 
     def _warm_up_libraries(self) -> None:
         """Let cuBLAS allocate this thread's workspace for our stream outside the pool.
@@ -299,10 +300,6 @@ def _node_count(graph: Any) -> int:
     return int(_check(runtime.cudaGraphGetNodes(graph, 0))[-1])
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
 class _RawExecutable:
     __slots__ = ("_executable", "_index", "backend")
 
@@ -312,7 +309,7 @@ class _RawExecutable:
     def launch(self) -> None:
         error = runtime.cudaGraphLaunch(self._executable, _current_stream(self._index))[0]
         if int(error):
-            raise RuntimeError(f"cudaGraphLaunch failed: {error.name}")
+            raise CaptureError(f"cudaGraphLaunch failed with {error.name}")
 
     def destroy(self) -> None:
         self.backend.wait()

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import tree
-from hookgraph.audit import reads_back, source_line, written_tensors
+from hookgraph.audit import reads_back, source_line, told, written_tensors
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
 from hookgraph.private_torch import compiled_part, storage_key
@@ -63,17 +63,13 @@ class TapeBackend:
                 output = call()
         except Exception as error:
             tape.release()
-            raise error if isinstance(error, CaptureError) else CaptureError(_told(error)) from error
+            raise error if isinstance(error, CaptureError) else CaptureError(told(error)) from error
         finally:
             recorder.put_back()
             torch.set_rng_state(random_state)  # recording has to execute, a capture does not
         if not tape.operators:
             raise CaptureError("the forward ran no operator")
         return tape, output
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 class _Pointer:
@@ -139,7 +135,8 @@ class Tape:
         return sum(size for key, size in storages.items() if key not in inputs)
 
     def launch(self) -> None:
-        with torch.no_grad():
+        # What autocast did is among the operators already; around fp32 parts it must not act again.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for step in self._steps:
                 step.run()
 
