@@ -197,23 +197,26 @@ def attach(
             return known
         if disabled_by_environment():
             return Attachment({}, options)
+        _warn_of_compiled(chosen)  # first, since a warning may be an error, and then nothing is attached
         handle = Attachment(chosen, options)
         for module in chosen.values():
             _attached[module] = handle
-    _warn_of_compiled(chosen)
     return handle
 
 
 def _warn_of_compiled(chosen: dict[str, nn.Module]) -> None:
-    """Tell that ``module.compile()`` makes calls pass us by: they run compiled code, without hooks."""
-    compiled = [name or "the module itself" for name, module in chosen.items() if module._compiled_call_impl]
-    if compiled:
-        warnings.warn(
-            f"{', '.join(compiled)}: compiled in place by module.compile(), so calls run the compiled code, right but "
-            "not through hookgraph. Attach to a module above it, or compile its submodules instead.",
-            HookgraphWarning,
-            stacklevel=3,
-        )
+    """Tell which targets have calls that run compiled code and pass us by, without hooks."""
+    for name, module in chosen.items():
+        if module._compiled_call_impl:
+            what = "is compiled in place by module.compile(): its calls run"
+            remedy = "Attach to a module above it, or compile its submodules instead."
+        elif "_is_torch_compile" in vars(module):  # the wrapper hands this mark on to the module that it wraps
+            what = "was given to torch.compile(): calls of the result run"
+            remedy = "Attach to what torch.compile() returned, or call the module itself."
+        else:
+            continue
+        what = f"{name or 'the module itself'} {what} compiled code, right but not through hookgraph. {remedy}"
+        warnings.warn(what, HookgraphWarning, stacklevel=3)
 
 
 def _existing(chosen: dict[str, nn.Module], options: Options) -> Attachment | None:

@@ -69,12 +69,15 @@ class Findings:
 _auditing = threading.local()
 
 
-def _told(reason: FallbackReason, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _told(
+    reason: FallbackReason, what: str, when: Callable[..., bool] = lambda *args, **kwargs: True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function tell the audit of this thread that the forward calls it."""
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def tell(*args: Any, **kwargs: Any) -> Any:
-            _auditing.findings.block(reason, what)
+            if when(*args, **kwargs):
+                _auditing.findings.block(reason, what)
             return original(*args, **kwargs)
 
         return tell
@@ -85,6 +88,16 @@ def _told(reason: FallbackReason, what: str) -> Callable[[Callable[..., Any]], C
 # What no dispatch mode sees: values of CPU tensors read in C++, and a generator that is set.
 _READERS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
 _readers = ThreadPatch(torch.Tensor, {name: _told(FallbackReason.READ_BACK, name) for name in _READERS})
+
+
+def _splits_by_tensor(*args: Any, **kwargs: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()))
+
+
+_splitters = [
+    ThreadPatch(owner, {"tensor_split": _told(FallbackReason.READ_BACK, "tensor_split", _splits_by_tensor)})
+    for owner in (torch, torch.Tensor)
+]
 _SEEDERS = {torch: ("manual_seed", "seed", "set_rng_state"), torch.cuda: ("manual_seed", "set_rng_state")}
 _seeders = [
     ThreadPatch(owner, {name: _told(FallbackReason.GENERATOR, f"torch.{name}") for name in names})
@@ -103,7 +116,7 @@ def watch(audit: Audit) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(setattr, _auditing, "findings", before)
         # Reading a tensor on the host is a read-back only where the host is the device.
-        for patch in ([_readers] if audit.device.type == "cpu" else []) + _seeders:
+        for patch in ([_readers] if audit.device.type == "cpu" else []) + _seeders + _splitters:
             stack.enter_context(patch.active())
         stack.enter_context(makers.active())
         stack.enter_context(autocast_weights_uncached())
@@ -198,13 +211,13 @@ class Audit(TorchDispatchMode):
         """
         came_out = {storage_key(tensor) for tensor in containers.tensors_in(result)}
         self._held.clear()
-        self._look_at_kept(came_out)
+        self._look_at_kept(came_out, result[0])
         if self._passing:
             self._sort_out_passing(came_out)
         self.findings.outside = len(self.findings.side) + len(self.findings.written_outside)
         self._held.clear()
 
-    def _look_at_kept(self, came_out: set[int]) -> None:
+    def _look_at_kept(self, came_out: set[int], output: Any) -> None:
         """Notice a table that the forward has just put into a cache of a function or a global.
 
         The graph would read its memory without keeping it alive; the next warm-up finds it there, and
@@ -217,7 +230,12 @@ class Audit(TorchDispatchMode):
         if survivors():
             gc.collect()  # a cycle of the forward may still hold some
             left = survivors()
-            if left:
+            opaque = containers.opaque_in(output)
+            if left and opaque is not None:
+                self.findings.blocker = self.findings.blocker or Fallback(
+                    FallbackReason.OUTPUT_KIND, f"output holds {opaque}"
+                )
+            elif left:
                 self.findings.kept = f"{len(left)} of the tensors that it makes are kept outside the module"
 
     def _sort_out_passing(self, came_out: set[int]) -> None:
@@ -290,7 +308,8 @@ class Audit(TorchDispatchMode):
             key = storage_key(tensor)
             if key not in known:
                 self._made.add(key)
-                self._alive[key] = StorageWeakRef(tensor.untyped_storage())
+                if tensor.layout is torch.strided:
+                    self._alive[key] = StorageWeakRef(tensor.untyped_storage())
                 # The memory of a dead tensor may serve a new one: then it is no side tensor any more.
                 self.findings.side.pop(key, None)
                 self._passing.pop(key, None)
@@ -317,15 +336,26 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]
 
 
 # Their schemas do not say that they advance the running statistics.
-_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index", "batch_norm"}
+_BATCH_NORMS = {
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_batch_norm_impl_index",
+    "batch_norm",
+    "instance_norm",
+}
 
 
 def _running_statistics(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    if given.get("training", given.get("train", True)):
+    if given.get("training", given.get("train", given.get("use_input_stats", True))):
         for name in ("running_mean", "running_var"):
             if given.get(name) is not None:
                 yield given[name]
+
+
+# They read the values of an argument below the dispatcher.
+_READ_BELOW = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence"}
 
 
 def reads_back(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
@@ -334,6 +364,8 @@ def reads_back(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
     PyTorch tags such operators; indexing and ``repeat_interleave`` do so only for some arguments.
     """
     tags = func.tags
+    if func._schema.name in _READ_BELOW:
+        return True
     if torch.Tag.data_dependent_output not in tags and torch.Tag.dynamic_output_shape not in tags:
         return _masks_with_tensor_value(func, args, device)
     given = _tensors((args, kwargs))

@@ -122,19 +122,21 @@ def _owner(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool]:
+def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool, bool]:
     """What matters of a call's structure.
 
     Returns:
         The positions of the leaves that lie in a transformers cache; and whether there are empty
-        containers, which could be one and the same without sharing a leaf.
+        containers, which could be one and the same without sharing a leaf; and whether a dict has
+        keys that are no strings, of which 1, 1.0 and True would make equal structures.
     """
+    odd_keys = any(not isinstance(key, str) for node in _below(spec) if node.type is dict for key in node.entries())
     in_caches = frozenset(
         position
         for position, path in enumerate(spec.paths())
         if any(isinstance(step, tree.Attribute) and step.of_cache for step in path)
     )
-    return in_caches, any(child.num_leaves == 0 for child in _below(spec))
+    return in_caches, any(child.num_leaves == 0 for child in _below(spec)), odd_keys
 
 
 def _below(spec: tree.TreeSpec) -> Iterable[tree.TreeSpec]:
@@ -144,10 +146,24 @@ def _below(spec: tree.TreeSpec) -> Iterable[tree.TreeSpec]:
         yield from _below(child)
 
 
+def key_types(root: Any) -> tuple[Any, ...]:
+    """The classes of the keys of each dict in a call."""
+    return tuple([tuple(map(type, value)) for value in mutable_containers(root) if isinstance(value, dict)])
+
+
 def alias_pattern(root: Any) -> tuple[int, ...]:
     """For each mutable container of a call, the position of the first that is the same object."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(value), index) for index, value in enumerate(mutable_containers(root))])
+
+
+def opaque_in(root: Any) -> str | None:
+    """Something in ``root`` whose contents are not known, in words."""
+    tensors_in(root)  # opens what can be opened
+    for leaf in tree.flatten(root)[0]:
+        if not isinstance(leaf, (torch.Tensor, bool, complex, float, int, torch.Size, range, *_KEYS)):
+            return f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    return strange_key(root)
 
 
 def tensors_in(root: Any) -> list[torch.Tensor]:
@@ -246,4 +262,6 @@ class Contents:
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    return type(a) is type(b) and isinstance(a, (bool, int, float, complex, str, bytes)) and bool(a == b)
+    if type(a) is not type(b) or not isinstance(a, (bool, int, float, complex, str, bytes)):
+        return False
+    return bool(a == b) and (type(a) is not float or a.hex() == b.hex())

@@ -29,13 +29,24 @@ _SMALL = 1 << 20  # bytes; counters and statistics are smaller, tables are not w
 Forward = Callable[..., Any]
 
 
+Memories = dict[int, torch.UntypedStorage]  # by storage: several tensors may lie in one
+
+
+def _memories(tensors: list[torch.Tensor]) -> Memories:
+    return {storage_key(tensor): tensor.untyped_storage() for tensor in tensors}
+
+
+def _same_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    return proof.same_bits(*(torch.empty(0, dtype=torch.uint8, device=part.device).set_(part) for part in (a, b)))
+
+
 @dataclass(slots=True)
 class Replayed:
     """One replay whose effects have been taken back, to be compared with eager."""
 
     rebuilt: Rebuilt
     arguments: list[torch.Tensor]  # new values of the arguments written in place
-    outside: list[torch.Tensor]  # new values of the module's tensors written in place
+    outside: Memories  # what the module's memory that it writes held afterwards
     unseen: str | None  # a write that the audit did not see
 
 
@@ -62,6 +73,7 @@ class CapturedForward:
         # Not kept alive: a module that is moved has to free what it was.
         self._written_outside = [weakref.ref(tensor) for tensor in findings.written_outside.values()]
         self._written_storages = set(findings.written_outside)
+        self._module_storages = guards.storages()
         self._has_effects = self._random or bool(self._written_outside)
         self._constants = findings.constants  # the graph reads them at their addresses
         self._compared: list[_Mark] = []
@@ -92,7 +104,7 @@ class CapturedForward:
         """Give back the graph's memory; it cannot be replayed afterwards."""
         self._graph.release()
 
-    def aliasing(self, call: Call, own: Callable[[], dict[int, torch.Tensor]]) -> Fallback | None:
+    def aliasing(self, call: Call) -> Fallback | None:
         """Why this call's arguments must not be copied: one that is written shares memory."""
         written = {storage_key(call.leaves[position]) for position, _ in self._recipe.written}
         if not written and not self._written_storages:
@@ -100,7 +112,7 @@ class CapturedForward:
         storages = [storage_key(call.leaves[position]) for position in call.tensors]
         if any(storages.count(key) > 1 for key in written):
             return Fallback(FallbackReason.ALIASED_ARGUMENTS)
-        if not self._written_storages.isdisjoint(storages) or not written.isdisjoint(own() if written else ()):
+        if not self._written_storages.isdisjoint(storages) or not self._module_storages.isdisjoint(written):
             return Fallback(FallbackReason.ALIASED_ARGUMENTS, "with a tensor of the module")
         return None
 
@@ -151,43 +163,46 @@ class CapturedForward:
     def rehearse(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replayed:
         """Run the graph and take back every effect, so that eager can run the same call.
 
-        Restores: tensors of the module that the graph writes, and random state.
+        Restores: the memory of the module that the graph writes, and random state; also on failure.
         """
         self._compared = [_Mark(call.leaves[position]) for position in call.tensors]
         random = _RandomState(call.device) if self._random else None
+        written = _memories(self._outside)
+        watched = {key: memory for key, memory in _memories(self._small_buffers()).items() if key not in written}
         with self.backend.turn(), torch.no_grad():
-            before = [tensor.clone() for tensor in self._outside]
-            watched = [(tensor, tensor.clone()) for tensor in self._small_buffers()]
-            self.inputs.fill(call.leaves)
-            self._graph.launch()
-            rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
-            arguments = [value.clone() for _, value in rebuilt.arguments]
-            outside = [tensor.clone() for tensor in self._outside]
-            unseen = self._unseen_writes(call, watched)
-            for tensor, value in (*zip(self._outside, before, strict=True), *watched):
-                if not proof.same_bits(tensor, value):
-                    tensor.copy_(value)
-        if random is not None:
-            random.restore()
+            before = {key: memory.clone() for key, memory in (written | watched).items()}
+            try:
+                self.inputs.fill(call.leaves)
+                self._graph.launch()
+                rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
+                arguments = [value.clone() for _, value in rebuilt.arguments]
+                outside = {key: memory.clone() for key, memory in written.items()}
+                unseen = self._unseen_writes(call, watched, before)
+            finally:
+                for key, memory in (written | watched).items():
+                    if not _same_memory(memory, before[key]):
+                        memory.copy_(before[key])
+                if random is not None:
+                    random.restore()
         return Replayed(rebuilt, arguments, outside, unseen)
 
-    def _unseen_writes(self, call: Call, watched: list[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    def _unseen_writes(self, call: Call, watched: Memories, before: Memories) -> str | None:
         """What the graph wrote without the audit having seen it: a kernel that hides its writes."""
         written = {position for position, _ in self._recipe.written}
         for position, static in zip(call.tensors, self.inputs.tensors, strict=True):
             if position not in written and not proof.same_bits(static, call.leaves[position]):
                 return f"the forward writes to the argument at leaf {position} unseen"
-        for tensor, value in watched:
-            if not proof.same_bits(tensor, value):
-                return f"the forward writes to a buffer {list(tensor.shape)} unseen"
+        if not all(_same_memory(memory, before[key]) for key, memory in watched.items()):
+            return "the forward writes to a buffer unseen"
         return None
 
     def difference(self, replayed: Replayed, output: Any) -> str | None:
         """Where a rehearsal and the eager call that followed it differ."""
         found = replayed.unseen or proof.difference(replayed.rebuilt, output, replayed.arguments)
-        for tensor, value in zip(self._outside, replayed.outside, strict=True):
-            if found is None and not proof.same_bits(tensor, value):
-                found = f"a tensor of the module {list(tensor.shape)} that the forward writes"
+        now = _memories(self._outside)
+        for key, memory in replayed.outside.items():
+            if found is None and not (key in now and _same_memory(now[key], memory)):
+                found = "a tensor of the module that the forward writes"
         return found
 
     def differs_within_reason(self, replayed: Replayed, output: Any, again: Callable[[], Any]) -> bool:
@@ -267,9 +282,17 @@ def capture(
     if change is not None:
         graph.release()
         return Fallback(FallbackReason.CHANGES_STATE, f"while it was captured: {change}")
-    own = own_tensors(module) | {storage_key(tensor): tensor for tensor in guards.side_tensors()}
+    known = [*module.parameters(), *module.buffers(), *guards.side_tensors()]
+    by_identity = {id(tensor): tensor for tensor in known}
+    by_memory = own_tensors(module) | {storage_key(tensor): tensor for tensor in guards.side_tensors()}
     recipe = results.learn(
-        output, shadow, call, findings.written_arguments, lambda tensor: own.get(storage_key(tensor)), graph.owns
+        output,
+        shadow,
+        call,
+        findings.written_arguments,
+        lambda tensor: by_identity.get(id(tensor)) if id(tensor) in by_identity else by_memory.get(storage_key(tensor)),
+        graph.owns,
+        state.containers(),
     )
     if isinstance(recipe, Fallback):
         graph.release()

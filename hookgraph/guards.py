@@ -11,6 +11,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import nn
 from hookgraph.audit import Findings
 from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
-from hookgraph.state import ModuleState, attribute_tensors
+from hookgraph.state import ModuleState, attribute_tensors, looks
 
+_LOOKS = attrgetter("shape", "dtype", "requires_grad")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -90,6 +92,9 @@ class Guards:
         self._buffers = [weakref.ref(b) for _, child in modules for b in child._buffers.values() if b is not None]
         self._wrapped = any(hasattr(tensor, "__tensor_flatten__") for tensor in self._parameters)
         self._addresses = self._own_addresses()
+        self._geometry = self._own_geometry()
+        self._child_names = list(map(tuple, self._trees))
+        self._root, self._root_class = weakref.ref(module), type(module)
         everywhere = torch.nn.modules.module
         self._hooks = [getattr(child, kind) for child in self._modules for kind in _HOOKS]
         self._hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
@@ -100,6 +105,10 @@ class Guards:
     def side_tensors(self) -> list[torch.Tensor]:
         """The side tensors that the graph reads."""
         return [side.tensor for side in self._side]
+
+    def storages(self) -> set[int]:
+        """The memory that the module's own tensors and the side tensors lie in."""
+        return {storage_key(tensor) for tensor in (*self._parameters, *self.buffers(), *self.side_tensors())}
 
     def buffers(self) -> list[torch.Tensor]:
         """The module's buffers, as far as they are alive."""
@@ -122,8 +131,12 @@ class Guards:
             return None
         if list(map(type, self._modules)) != self._classes or self._child_identities() != self._children:
             return "the module tree changed"
+        if list(map(tuple, self._trees)) != self._child_names or type(self._root()) is not self._root_class:
+            return "the module tree changed"
         if self._own_identities() != self._identities:
             return self._replaced_tensor()
+        if self._own_geometry() != self._geometry:
+            return "a parameter or buffer has another shape, other strides, dtype or requires_grad"
         if self._extent == "weights":
             return None
         if any(self._hooks) if self._no_hooks else [tuple(hooks) for hooks in self._hooks] != self._hook_keys:
@@ -144,6 +157,10 @@ class Guards:
         address = _address if self._wrapped else torch.Tensor.data_ptr
         parameters: list[Any] = list(map(address, self._parameters))
         return parameters + [None if (buffer := ref()) is None else _address(buffer) for ref in self._buffers]
+
+    def _own_geometry(self) -> list[Any]:
+        tensors = [*self._parameters, *(buffer for ref in self._buffers if (buffer := ref()) is not None)]
+        return [*map(_LOOKS, tensors), *map(torch.Tensor.stride, tensors)] if not self._wrapped else []
 
     def _replaced_tensor(self) -> str:
         now = [
@@ -181,11 +198,11 @@ class SideTensor:
         frozen: It lies on the host and its values went into the graph, so they may not change.
     """
 
-    __slots__ = ("_address", "_current", "_version", "tensor", "where")
+    __slots__ = ("_current", "_looks", "_version", "tensor", "where")
 
     def __init__(self, where: str, current: Callable[[], Any] | None, tensor: torch.Tensor, frozen: bool) -> None:
         self.where, self._current, self.tensor = where, current, tensor
-        self._address = tensor.data_ptr()
+        self._looks = looks(tensor)
         self._version = tensor._version if frozen and not tensor.is_inference() else None
 
     def moved(self) -> bool:
@@ -198,7 +215,7 @@ class SideTensor:
                 return True
         if self._version is not None and self.tensor._version != self._version:
             return True
-        return self.tensor.data_ptr() != self._address
+        return looks(self.tensor) != self._looks
 
 
 def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[SideTensor] | Fallback:
@@ -212,40 +229,43 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
         Where each is held, or the reason why one cannot be relied on.
     """
     missing = dict(findings.side)
+    wanted = set(missing)
     found = []
     places = [(where, trail.follow, tensor) for where, trail, tensor in attribute_tensors(module)]
     own = [(name, None, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
     for where, current, tensor in (*places, *own):
-        if missing.pop(storage_key(tensor), None) is not None:
+        key = storage_key(tensor)
+        if key in wanted:  # every place, since a view of the same memory may be replaced by itself
+            missing.pop(key, None)
             found.append(SideTensor(where, current, tensor, tensor.device != device))
     for key, tensor in missing.items():
-        place = _locate_by_referrers(tensor)
-        if place is None:
+        holders = _locate_by_referrers(tensor)
+        if not holders:
             kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
             return Fallback(FallbackReason.SIDE_TENSOR, f"{findings.side_lines[key]}: {kind}")
-        found.append(SideTensor(*place, tensor, tensor.device != device))
+        found += [SideTensor(*place, tensor, tensor.device != device) for place in holders]
     return found
 
 
 _Place = tuple[str, Callable[[], Any] | None]
 
 
-def _locate_by_referrers(tensor: torch.Tensor) -> _Place | None:
+def _locate_by_referrers(tensor: torch.Tensor) -> list[_Place]:
     """Ask the garbage collector who holds a tensor: globals, closures, class attributes, caches."""
+    found: list[_Place] = []
     for referrer in gc.get_referrers(tensor):
         if isinstance(referrer, types.CellType) and _is_closure(referrer):
-            return "a closure", functools.partial(getattr, referrer, "cell_contents")
-        if isinstance(referrer, functools._lru_cache_wrapper):
+            found.append(("a closure", functools.partial(getattr, referrer, "cell_contents")))
+        elif isinstance(referrer, functools._lru_cache_wrapper):
             # Its entries depend on its arguments alone: kept alive as long as the graph, they fit.
-            return f"the cache of {referrer.__qualname__}", None
-        if isinstance(referrer, dict) and _is_namespace(referrer):
+            found.append((f"the cache of {referrer.__qualname__}", None))
+        elif isinstance(referrer, dict) and _is_namespace(referrer):
             key = _key_of(referrer, tensor)
-            return f"the global {key}", functools.partial(referrer.__getitem__, key)
-        if isinstance(referrer, (list, tuple, dict)):
+            found.append((f"the global {key}", functools.partial(referrer.__getitem__, key)))
+        elif isinstance(referrer, (list, tuple, dict)):
             place = _in_sequence(referrer, tensor)
-            if place is not None:
-                return place
-    return None
+            found += [place] if place is not None else []
+    return found
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:

@@ -81,12 +81,15 @@ class _BoundForward:
     wait for the garbage collector.
     """
 
-    __slots__ = ("__dict__", "__func__", "__weakref__", "_module")
+    __slots__ = ("__dict__", "__weakref__", "_module")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.__func__ = type(module).forward
         self.__dict__ |= {name: getattr(self.__func__, name) for name in functools.WRAPPER_ASSIGNMENTS}
+
+    @property
+    def __func__(self) -> Any:
+        return type(self.__self__).forward  # looked up anew: the class may change, or its forward
 
     @property
     def __self__(self) -> nn.Module:

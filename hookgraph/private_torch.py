@@ -81,6 +81,7 @@ def _readers(device_type: str) -> list[Callable[[], Any]]:
     names += ["_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"]
     names += ["_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_mkldnn_enabled"]
     readers: list[Callable[[], Any]] = [getattr(_C, name) for name in names if hasattr(_C, name)]
+    readers.append(torch.backends.mha.get_fastpath_enabled)
     getter = getattr(_C, "_get_fp32_precision_getter", None)
     if getter is None:  # before torch 2.9
         readers += [torch.get_float32_matmul_precision, _C._get_cudnn_allow_tf32, _C._get_cublas_allow_tf32]

@@ -98,7 +98,9 @@ class Rebuilt:
         if self.arguments:
             with torch.no_grad():
                 for theirs, value in self.arguments:
-                    theirs.copy_(value)
+                    # Outside inference mode, eager too can write to an inference tensor only by way of ``data``.
+                    target = theirs.data if theirs.is_inference() else theirs
+                    target.copy_(value)
         for container, contents in self.contents:
             contents.put_into(container)
 
@@ -193,6 +195,7 @@ def learn(
     written: set[int],
     module_tensor: Callable[[torch.Tensor], torch.Tensor | None],
     owns: Callable[[torch.Tensor], bool],
+    module_containers: set[int],
 ) -> Recipe | Fallback:
     """Find out how to rebuild what a captured forward gave back.
 
@@ -202,8 +205,9 @@ def learn(
         written: Leaf positions of arguments that the warm-up saw written.
         module_tensor: For a tensor, the one of the module's own with the same memory, if any.
         owns: Whether a launch of the graph writes a tensor.
+        module_containers: The identities of containers that hang on the module.
     """
-    learner = _Learner(shadow, call, module_tensor, owns)
+    learner = _Learner(shadow, call, module_tensor, owns, module_containers)
     try:
         return learner.recipe(output, written)
     except Unrepeatable as error:
@@ -217,25 +221,30 @@ class _Learner:
         call: Call,
         module_tensor: Callable[[torch.Tensor], torch.Tensor | None],
         owns: Callable[[torch.Tensor], bool],
+        module_containers: set[int],
     ) -> None:
+        self.module_containers = module_containers
         self.shadow, self.module_tensor, self.owns = shadow, module_tensor, owns
         self.positions, self.any_strides = call.tensors, call.any_strides
         self.static = dict(zip((storage_key(t) for t in shadow.inputs.tensors), call.tensors, strict=True))
         self.own_containers = {id(container): index for index, container in enumerate(shadow.containers)}
         self.made_containers: set[int] = set()
+        self.kept_containers: list[Any] = []
         self.tensors: dict[int, int] = {}
         self.kept: list[torch.Tensor] = []
         self.members: dict[int, list[int]] = {}  # storage -> indices into ``kept``
 
     def recipe(self, output: Any, written: set[int]) -> Recipe:
         self._check_inputs()
-        template = self._template(output, "output")
+        template = self._template(output, "output", [output])
         writes = []
         pairs = zip(self.shadow.containers, self.shadow.before, strict=True)
         for index, (container, before) in enumerate(pairs):
             after = Contents.of(container)
             if not after.same_as(before):
-                writes.append((index, after, self._template(after.values(), f"argument {type(container).__name__}")))
+                writes.append(
+                    (index, after, self._template(after.values(), f"argument {type(container).__name__}", []))
+                )
         origins, groups = self._origins()
         uses_containers = bool(writes) or any(kind is SlotKind.CONTAINER for kind, _ in template.slots)
         return Recipe(
@@ -262,33 +271,35 @@ class _Learner:
                 found.append((position, tensor))
         return found
 
-    def _template(self, value: Any, where: str) -> Template:
-        leaves, spec = self._flatten(value)
+    def _template(self, value: Any, where: str, root: list[Any]) -> Template:
+        leaves, spec = self._flatten(value, root)
         strange = containers.strange_key(value)
         if strange is not None:
             raise Unrepeatable(f"{where} holds {strange}")
         slots = [self._slot(leaf, where) for leaf in leaves]
         return Template(spec, tuple(slots))
 
-    def _flatten(self, value: Any) -> tuple[list[Any], tree.TreeSpec]:
+    def _flatten(self, value: Any, root: list[Any]) -> tuple[list[Any], tree.TreeSpec]:
         made: list[Any] = []
 
         def visit(node: Any) -> bool:
             if id(node) in self.own_containers:
                 return True
-            if containers.is_mutable(node) and node is not value:
+            if containers.is_mutable(node) and (root or node is not value):
                 made.append(node)
             return False
 
         leaves, spec = tree.flatten(value, visit)
         openable = [leaf for leaf in leaves if self._is_opaque(leaf) and containers.open_class(type(leaf))]
         if openable:
-            return self._flatten(value)
+            return self._flatten(value, root)
         for node in made:
+            if id(node) in self.module_containers:
+                raise Unrepeatable(f"the result holds a {type(node).__name__} of the module's own")
             if id(node) in self.made_containers:
                 raise Unrepeatable(f"one {type(node).__name__} appears twice in the result")
             self.made_containers.add(id(node))
-        self.kept_containers = made  # alive, so that an id is not used twice
+        self.kept_containers += made  # alive, so that an id is not used twice
         return leaves, spec
 
     def _is_opaque(self, leaf: Any) -> bool:

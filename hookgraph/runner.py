@@ -26,7 +26,7 @@ from hookgraph.policy import Plan, Situation, Stage
 from hookgraph.private_torch import compiled_part, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Call, Signature
-from hookgraph.state import ModuleState
+from hookgraph.state import ModuleState, attribute_tensors
 from hookgraph.stats import ModuleStats, SignatureStats
 
 _log = logging.getLogger("hookgraph")
@@ -137,6 +137,9 @@ class Runner:
             for tensor in (*(leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)), *module.parameters()):
                 if tensor.requires_grad:
                     return Fallback(FallbackReason.NEEDS_GRAD)
+        elif torch.is_inference_mode_enabled() and any(key[0] == "tensor" and key[4] for key in call.keys):
+            # Watched by a dispatch mode, a view of such a tensor would lose the flag.
+            return Fallback(FallbackReason.NEEDS_GRAD, "an argument requires gradients, in inference mode")
         if not self._backends.serves(call.device):
             what = f"backend={self.options.backend!r} cannot serve {call.device}"
             return Fallback(FallbackReason.NO_DEVICE, what)
@@ -251,8 +254,7 @@ class Runner:
     def _check(self, entry: Entry, call: Call) -> policy.Decision:
         """Whether a graph still fits its module and these arguments."""
         assert entry.graph is not None
-        module = self._module()
-        aliased = entry.graph.aliasing(call, lambda: guards.own_tensors(module) if module is not None else {})
+        aliased = entry.graph.aliasing(call)
         if aliased is not None:
             return policy.Decision(Plan.EAGER, aliased)
         change = entry.graph.guards.difference() if entry.proofs_left else entry.graph.before_launch()
@@ -371,7 +373,7 @@ class Runner:
     def _try_capture(self, module: nn.Module, entry: Entry, call: Call, forward: Forward) -> CapturedForward | Fallback:
         findings = entry.findings
         assert findings is not None
-        aliased = _aliased_arguments(findings, call)
+        aliased = _aliased_arguments(module, findings, call)
         if aliased is not None:
             return aliased
         side = guards.locate(module, findings, call.device)
@@ -413,7 +415,7 @@ class Runner:
         except CaptureError as error:
             return self.eager(self._give_up(entry, error), forward, args, kwargs, entry)
 
-    def _give_up(self, entry: Entry, error: CaptureError) -> Fallback:
+    def _give_up(self, entry: Entry, error: Exception) -> Fallback:
         """Block a signature whose graph could not be launched."""
         fallback = Fallback(FallbackReason.CAPTURE_FAILED, f"at a replay: {error}")
         self._set_blocked(entry, fallback)
@@ -436,7 +438,7 @@ class Runner:
                 return self.eager(Fallback(FallbackReason.BUSY), forward, args, kwargs, entry)
             try:
                 replayed = graph.rehearse(call, args, kwargs)
-            except CaptureError as error:
+            except Exception as error:  # its effects are taken back: the call can still run eager
                 return self.eager(self._give_up(entry, error), forward, args, kwargs, entry)
         output = self._call(forward, args, kwargs, entry)
         found = graph.difference(replayed, output)
@@ -573,7 +575,11 @@ def _describe(entry: Entry) -> SignatureStats:
 
 
 def _argument_storages(call: Call) -> dict[int, int]:
-    return {storage_key(leaf): position for position, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
+    found: dict[int, int] = {}
+    for position, leaf in enumerate(call.leaves):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(storage_key(leaf), position)
+    return found
 
 
 def _unlike_arguments(findings: Findings, call: Call) -> Fallback | None:
@@ -585,7 +591,7 @@ def _unlike_arguments(findings: Findings, call: Call) -> Fallback | None:
     return None
 
 
-def _aliased_arguments(findings: Findings, call: Call) -> Fallback | None:
+def _aliased_arguments(module: nn.Module, findings: Findings, call: Call) -> Fallback | None:
     """Why copies of the arguments would not behave like the arguments."""
     storages = [storage_key(call.leaves[position]) for position in call.tensors]
     written = [storage_key(call.leaves[position]) for position in findings.written_arguments]
@@ -593,4 +599,7 @@ def _aliased_arguments(findings: Findings, call: Call) -> Fallback | None:
         return Fallback(FallbackReason.ALIASED_ARGUMENTS, "one container is given twice")
     if any(storages.count(key) > 1 for key in written) or not set(findings.written_outside).isdisjoint(storages):
         return Fallback(FallbackReason.ALIASED_ARGUMENTS)
+    tensors = (*module.parameters(), *module.buffers(), *(tensor for _, _, tensor in attribute_tensors(module)))
+    if not {storage_key(tensor) for tensor in tensors}.isdisjoint(storages):
+        return Fallback(FallbackReason.ALIASED_ARGUMENTS, "with a tensor of the module")
     return None

@@ -139,7 +139,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
     tensors: list[int] = []
     batch: int | None = None
     first_seen: dict[int, int] = {}
-    free, has_empty = containers.shape_of(spec)
+    free, has_empty, odd_keys = containers.shape_of(spec)
     shares = repeats = False
     for position, leaf in enumerate(leaves):
         if type(leaf) not in _TENSORS:
@@ -162,6 +162,8 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         pattern = containers.alias_pattern(root)
         keys.append((_SAME, pattern))
         shares = len(set(pattern)) != len(pattern)
+    if odd_keys:
+        keys.append((_SAME, containers.key_types(root)))
     return Call(leaves, spec, tensors, device, batch, tuple(keys), free, shares)
 
 
@@ -204,20 +206,33 @@ def _tensor_key(leaf: torch.Tensor, device: torch.device, any_strides: bool) -> 
         any_strides: The tensor lies in a cache, whose layout changes when its driver crops it
             without any meaning for the model: it is keyed, and kept, as contiguous.
     """
-    if leaf.layout is not torch.strided or leaf.is_quantized:
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg():
         return None
     shape = leaf.shape
     if leaf.device != device:
         # One value on the host: part of the signature, since kernels take it as a number.
-        if leaf.numel() != 1 or leaf.is_conj() or leaf.is_neg():
+        if leaf.numel() != 1:
             return None
         return (_HOST, (shape, leaf.dtype, leaf.requires_grad), value_key(leaf.item()))
-    strides = None if any_strides or leaf.is_contiguous() else _strides(leaf)
+    strides: Any = None if any_strides or leaf.is_contiguous() else _strides(leaf)
     if strides is not None and _overlaps_itself(shape, strides):
         return None
-    lazy = leaf.is_conj() or leaf.is_neg()
+    if len(shape) > 3 and 1 in shape and strides is None and not any_strides and _is_channels_last(leaf):
+        strides = "channels_last"  # as PyTorch tells it from contiguous, by strides that mean nothing else
     aligned = 0 if any_strides or len(shape) < 2 else alignment(leaf)
-    return (_TENSOR, shape, strides, leaf.dtype, leaf.requires_grad, lazy, type(leaf), aligned)
+    return (_TENSOR, shape, strides, leaf.dtype, leaf.requires_grad, type(leaf), aligned)
+
+
+def _is_channels_last(leaf: torch.Tensor) -> bool:
+    """How PyTorch decides on the layout of a convolution's output (c10's ``is_channels_last_strides``)."""
+    sizes, strides, least = leaf.shape, leaf.stride(), 0
+    if strides[1] == 0 or leaf.dim() > 5:
+        return False
+    for dim in (1, *range(leaf.dim() - 1, 1, -1), 0):
+        if sizes[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(sizes[dim], 1)
+    return True
 
 
 def alignment(leaf: torch.Tensor) -> int:
@@ -256,8 +271,9 @@ def _overlaps_itself(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 def _refuse_tensor(leaf: torch.Tensor, path: str, device: torch.device) -> Fallback:
     if leaf.device != device:
         return Fallback(FallbackReason.HOST_TENSOR, f"{path} is {list(leaf.shape)} on {leaf.device}, not on {device}")
-    kind = "quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch.")
-    what = "overlaps itself" if leaf.layout is torch.strided and not leaf.is_quantized else f"is {kind}"
+    lazy = "a lazy conjugate or negative" if leaf.layout is torch.strided and (leaf.is_conj() or leaf.is_neg()) else ""
+    kind = lazy or ("quantized" if leaf.is_quantized else str(leaf.layout).removeprefix("torch."))
+    what = f"is {kind}" if kind != "strided" else "overlaps itself"
     return Fallback(FallbackReason.TENSOR_KIND, f"{path} {what}")
 
 

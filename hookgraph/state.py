@@ -7,7 +7,11 @@ that an argument, an address or a version shows.
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import is_, itemgetter
@@ -18,11 +22,11 @@ from torch import nn
 
 # Parameters, buffers and submodules are guarded apart from this, hook dictionaries too.
 _STANDARD = set(vars(nn.Module())) - {"training"}
-_LARGEST_CONTAINER = 256  # a longer list or dict is data; its length alone is compared
+_LARGEST_CONTAINER = 4096  # a longer list or dict is data; its length alone is compared
 _DEEPEST = 8  # diffusers keeps the counters of its step caches seven steps below a module
 _MOST_CELLS = 50_000  # beyond that it is a data set that hangs on the module
 _OBJECTS_LEFT_ALONE = (
-    nn.Module, torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    torch.Tensor, torch.Generator, type, types.FunctionType, types.BuiltinFunctionType,
     types.ModuleType, torch.dtype, torch.device, torch.Size, str, bytes, int, float, complex, type(None),
 )  # fmt: skip
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, tuple, torch.dtype, torch.device, torch.Size, type(None)})
@@ -43,8 +47,10 @@ class ModuleState:
     def __init__(self, module: nn.Module, tensors: bool) -> None:
         self._tensors = tensors
         self._seen: set[int] = set()
-        self._cells: list[_Cell | _SequenceCell] = []
-        for name, child in module.named_modules():
+        self._cells: list[Any] = []
+        members = list(module.named_modules())
+        self._members = {id(child) for _, child in members}
+        for name, child in members:
             self._add_module(name, child)
         self._quick = [cell.quick() for cell in self._cells if isinstance(cell, _Cell) and not cell.has_tensors]
         self._rest = [cell for cell in self._cells if not isinstance(cell, _Cell) or cell.has_tensors]
@@ -55,7 +61,7 @@ class ModuleState:
             return None
         for cell in self._cells:
             if cell.changed():
-                return cell.describe()
+                return str(cell.describe())
         return None
 
     def _is_untouched(self) -> bool:
@@ -67,6 +73,10 @@ class ModuleState:
         except KeyError:  # an attribute is gone
             return False
         return not any(cell.changed() for cell in self._rest)
+
+    def containers(self) -> set[int]:
+        """The identities of lists, dicts and objects that hang on the module."""
+        return self._seen
 
     def restore(self) -> None:
         """Put attributes, items and lists back as they were; needs ``tensors=True``."""
@@ -90,24 +100,60 @@ class ModuleState:
     def _descend(self, value: Any, where: str, depth: int) -> None:
         if isinstance(value, _OBJECTS_LEFT_ALONE) or depth > _DEEPEST or id(value) in self._seen:
             return
+        if id(value) in self._members:
+            return
         if len(self._cells) > _MOST_CELLS:
             return
         self._seen.add(id(value))
         if isinstance(value, dict):
             small = list(value) if len(value) <= _LARGEST_CONTAINER else []
             self._add_cell(value, f"{where}.", small, depth)
-        elif isinstance(value, (list, set, tuple)):
+            self._cells.append(_OrderCell(value, where))
+            if hasattr(value, "__dict__"):
+                self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
+        elif isinstance(value, (bytearray, *array_types())):
+            self._cells.append(_BytesCell(value, where))
+        elif isinstance(value, functools.partial):
+            for inner in (value.keywords, value.args):
+                self._descend(inner, f"{where} arguments", depth + 1)
+        elif isinstance(value, types.MethodType):
+            self._descend(value.__self__, f"the owner of {where}", depth + 1)
+        elif isinstance(value, nn.Module):
+            for name, child in value.named_modules():
+                if id(child) not in self._members:
+                    self._members.add(id(child))
+                    self._add_module(f"{where}.{name}".rstrip("."), child)
+                    self._cells += [_Cell(child._forward_hooks, where, [], False)]
+                    self._cells += [_Cell(child._forward_pre_hooks, where, [], False)]
+        elif isinstance(value, (list, set, tuple, deque)):
             self._cells.append(_SequenceCell(value, where, self._tensors))
             if len(value) <= _LARGEST_CONTAINER:
                 for index, item in enumerate(value):
                     self._descend(item, f"{where}[{index}]", depth + 1)
-        elif hasattr(value, "__dict__") and not _is_foreign(value):
-            self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
+        elif not _is_foreign(value):
+            if hasattr(value, "__dict__"):
+                self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
+            self._add_slots(value, where, depth)
+
+    def _add_slots(self, value: Any, where: str, depth: int) -> None:
+        """Attributes that a class keeps in slots: a snapshot of them is compared as a whole."""
+        names = [name for base in type(value).__mro__ for name in slots_of(base) if hasattr(value, name)]
+        if names:
+            self._cells.append(_SlotsCell(value, where, names, self._tensors))
+            for name in names:
+                self._descend(getattr(value, name), f"{where}.{name}", depth + 1)
 
 
 def _is_foreign(value: Any) -> bool:
     """Objects of PyTorch and the standard library manage their own state; hookgraph's are ours."""
-    return type(value).__module__.partition(".")[0] in ("torch", "builtins", "functools", "hookgraph", "threading")
+    return type(value).__module__.partition(".")[0] in (
+        "torch",
+        "builtins",
+        "functools",
+        "hookgraph",
+        "threading",
+        "_thread",
+    )
 
 
 class _Cell:
@@ -140,7 +186,7 @@ class _Cell:
             now = self._get(state)
             if not all(map(_equal, now, self._saved)):
                 return True
-            return any(_token(state[key], self._tensors) is not token for key, token in self._tensor_tokens.items())
+            return not all(mark.fits(state[key]) for key, mark in self._tensor_tokens.items())
         except KeyError:  # an attribute is gone
             return True
 
@@ -158,17 +204,83 @@ class _Cell:
         for key, old in self._plain().items():
             if not _equal(self._state[key], old):
                 return f"{self._where}{key}: {_short(old)} -> {_short(self._state[key])}"
-        changed = [
-            key for key, token in self._tensor_tokens.items() if _token(self._state[key], self._tensors) is not token
-        ]
+        changed = [key for key, mark in self._tensor_tokens.items() if not mark.fits(self._state[key])]
         return f"{self._where}{changed[0] if changed else ''} holds another tensor"
 
     def restore(self) -> None:
         """Put back what was here; only for a snapshot that keeps tensors."""
-        before = {**self._plain(), **self._tensor_tokens}
+        before = {**self._plain(), **{key: mark.restored() for key, mark in self._tensor_tokens.items()}}
         for key in [key for key in self._state if key not in before and key not in _STANDARD]:
             del self._state[key]
         self._state.update(before)
+
+
+class _OrderCell:
+    """The order of the keys of a dict."""
+
+    def __init__(self, value: dict[Any, Any], where: str) -> None:
+        self._value, self._where, self._saved = value, where, tuple(value)
+
+    def changed(self) -> bool:
+        now = tuple(self._value)
+        return len(now) != len(self._saved) or (not all(map(is_, now, self._saved)) and now != self._saved)
+
+    def describe(self) -> str:
+        return f"{self._where} has its keys in another order"
+
+    def restore(self) -> None:
+        """The contents are put back key by key, elsewhere."""
+
+
+class _BytesCell:
+    """The contents of an array on the host."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self._value, self._where, self._saved = value, where, bytes(value)
+
+    def changed(self) -> bool:
+        return bytes(self._value) != self._saved
+
+    def describe(self) -> str:
+        return f"{self._where} changed"
+
+    def restore(self) -> None:
+        """Left as it is: a forward that writes arrays is blocked, not repaired."""
+
+
+class _SlotsCell:
+    """The slots of one object."""
+
+    def __init__(self, value: Any, where: str, names: list[str], tensors: bool) -> None:
+        self._value, self._where, self._names = value, where, names
+        self._saved = [_token(getattr(value, name), tensors) for name in names]
+
+    def changed(self) -> bool:
+        for name, old in zip(self._names, self._saved, strict=True):
+            new = getattr(self._value, name, _nothing)
+            if not (old.fits(new) if isinstance(old, TensorMark) else _equal(new, old)):
+                return True
+        return False
+
+    def describe(self) -> str:
+        return f"{self._where} changed"
+
+    def restore(self) -> None:
+        for name, old in zip(self._names, self._saved, strict=True):
+            object.__setattr__(self._value, name, old.restored() if isinstance(old, TensorMark) else old)
+
+
+def array_types() -> tuple[type, ...]:
+    """The arrays of numpy, where somebody uses it."""
+    numpy = sys.modules.get("numpy")
+    return (numpy.ndarray,) if numpy is not None else ()
+
+
+def slots_of(base: type) -> tuple[str, ...]:
+    """The names that a class keeps in slots."""
+    slots = base.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 class _SequenceCell:
@@ -186,29 +298,60 @@ class _SequenceCell:
         return tuple([_token(item, self._tensors) for item in self._value])
 
     def changed(self) -> bool:
-        now = self._tokens()
-        if len(now) != len(self._saved):
-            return True
-        return not all(map(_equal, now, self._saved))
+        if len(self._value) > _LARGEST_CONTAINER or len(self._value) != len(self._saved):
+            return (len(self._value),) != self._saved
+        pairs = zip(self._value, self._saved, strict=True)
+        return not all(old.fits(new) if isinstance(old, TensorMark) else _equal(new, old) for new, old in pairs)
 
     def describe(self) -> str:
         return f"{self._where} changed"
 
     def restore(self) -> None:
         if isinstance(self._value, list) and len(self._value) <= _LARGEST_CONTAINER:
-            self._value[:] = self._saved
+            self._value[:] = [old.restored() if isinstance(old, TensorMark) else old for old in self._saved]
 
 
 def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _token(value: Any, tensors: bool) -> Any:
-    """What is compared: a value itself, and for a tensor only its class unless ``tensors`` says so.
+class TensorMark:
+    """A tensor as it was: the object, its memory, and how it looks at that.
 
-    A guard must not keep a tensor alive that the module has dropped.
+    Args:
+        tensor: The tensor.
+        keep: Whether to be able to put it back, which keeps its memory alive.  A guard must not: it
+            would hold what the module has dropped.
     """
-    return type(value) if _holds_tensor(value) and not tensors else value
+
+    __slots__ = ("_looks", "_memory", "_reference")
+
+    def __init__(self, tensor: torch.Tensor, keep: bool) -> None:
+        self._reference: Callable[[], torch.Tensor | None] = (lambda: tensor) if keep else weakref.ref(tensor)
+        self._looks = looks(tensor)
+        self._memory = tensor.data if keep else None
+
+    def fits(self, tensor: Any) -> bool:
+        """Whether ``tensor`` is the same object with the same memory and the same geometry."""
+        return isinstance(tensor, torch.Tensor) and self._reference() is tensor and looks(tensor) == self._looks
+
+    def restored(self) -> torch.Tensor | None:
+        """The tensor, with the memory and geometry that it had."""
+        tensor = self._reference()
+        if tensor is not None and self._memory is not None and looks(tensor) != self._looks:
+            tensor.data = self._memory
+        return tensor
+
+
+def looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor looks at which memory."""
+    address = 0 if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
+    return address, tensor.shape, tensor.stride() if tensor.layout is torch.strided else (), tensor.dtype
+
+
+def _token(value: Any, tensors: bool) -> Any:
+    """What stands for a value in a comparison."""
+    return TensorMark(value, tensors) if _holds_tensor(value) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -181,7 +181,7 @@ def test_hg_52_late_attach_to_a_compiled_module(no_residue: Watch) -> None:
     model, plain = _pair(mlp)
     model.compile(backend="eager")
     _same(model, plain, 2)
-    with pytest.warns(hookgraph.HookgraphWarning, match=r"the module itself: compiled in place by module\.compile"):
+    with pytest.warns(hookgraph.HookgraphWarning, match=r"the module itself is compiled in place by module\.compile"):
         handle = hookgraph.attach(model)
     _same(model, plain)
     assert handle.stats.calls == 0
@@ -190,11 +190,25 @@ def test_hg_52_late_attach_to_a_compiled_module(no_residue: Watch) -> None:
     assert _compilations() <= 2
 
 
+def test_hg_52_late_attach_to_what_torch_compile_wraps(no_residue: Watch) -> None:
+    model, plain = _pair(mlp)
+    compiled = torch.compile(model, backend="eager")
+    _same(compiled, plain, 2)
+    with pytest.warns(hookgraph.HookgraphWarning, match=r"given to torch\.compile.* Attach to what torch\.compile"):
+        handle = hookgraph.attach(model)
+    _same(compiled, plain)
+    assert handle.stats.calls == 0
+    assert _compilations() <= 2
+    _same(model, plain)
+    assert handle.stats.replays == 3
+
+
 def test_hg_52_late_attach_names_the_compiled_targets(no_residue: Watch) -> None:
     model, plain = _pair(Blocks)
     _compile_blocks(model)
-    with pytest.warns(hookgraph.HookgraphWarning, match=r"^blocks\.0, blocks\.1: compiled in place"):
+    with pytest.warns(hookgraph.HookgraphWarning, match="compiled in place") as told:
         hookgraph.attach(model, "blocks.*")
+    assert [str(warning.message).split()[0] for warning in told] == ["blocks.0", "blocks.1"]
     _same(model, plain)
 
 

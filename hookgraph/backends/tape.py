@@ -72,6 +72,24 @@ class TapeBackend:
         return tape, output
 
 
+# They change how a tensor looks at its memory, and move no data.
+_REPOINTS = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"}
+_RESHAPES_IN_PLACE = _REPOINTS | {
+    f"aten::{name}_" for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided", "detach")
+}  # fmt: skip
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory that keeps its geometry when the tensor's own is changed in place."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
 class _Pointer:
     """A tensor that the recording read but did not make: its address, not its ownership."""
 
@@ -105,8 +123,9 @@ class _Step:
         leaves = self._leaves
         if self._pointers:
             leaves = list(leaves)
+            tensors = {pointer: pointer.tensor() for pointer in {leaves[index] for index in self._pointers}}
             for index in self._pointers:
-                leaves[index] = leaves[index].tensor()
+                leaves[index] = tensors[leaves[index]]
         args, kwargs = tree.rebuild(self._spec, leaves)
         out = self._function(*args, **kwargs)
         if self._results:
@@ -152,6 +171,14 @@ class Tape:
         self._made.add(storage_key(tensor))
         self._owned.append(tensor)
 
+    def own_constant(self, tensor: torch.Tensor) -> None:
+        """Own a tensor that holds a constant, and set it anew at each launch: a forward may write to it."""
+        self.own(tensor)
+        value = tensor.clone()
+        leaves, spec = tree.flatten(((_as_it_is(tensor), value), {}))
+        self._steps.append(_Step(torch.ops.aten.copy_.default, leaves, spec, []))
+        self._owned.append(value)
+
     def add(self, function: Any, args: Any, kwargs: Any, out: Any, given: set[int]) -> None:
         """Append an operator that has just run."""
         results, _ = tree.flatten(out)
@@ -163,10 +190,13 @@ class Tape:
             self.own(tensor)
         if function._schema.name.partition("::")[2].startswith(_UNINITIALISED):
             return
-        pointed = [
-            _Pointer(leaf) if isinstance(leaf, torch.Tensor) and not self.owns(leaf) else leaf for leaf in leaves
-        ]
-        self._steps.append(_Step(function, pointed, spec, fresh))
+        # Kernels ask whether two arguments are one object: equal leaves stay one.
+        stand_ins = {id(leaf): self._stand_in(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        pointed = [stand_ins.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._steps.append(_Step(function, pointed, spec, [(index, _as_it_is(tensor)) for index, tensor in fresh]))
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor | _Pointer:
+        return _as_it_is(tensor) if self.owns(tensor) else _Pointer(tensor)
 
 
 class _Recorder(TorchDispatchMode):
@@ -198,7 +228,12 @@ class _Recorder(TorchDispatchMode):
         given = {storage_key(leaf) for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
         if func._schema.name.startswith("aten::lift_fresh"):
             for leaf in tree.flatten(args)[0]:
-                self._tape.own(leaf)  # torch.tensor(...): a constant of the graph
+                self._tape.own_constant(leaf)  # torch.tensor(...)
+        if func._schema.name in _RESHAPES_IN_PLACE:
+            out = func(*args, **kwargs)
+            if func._schema.name in _REPOINTS or not all(self._tape.owns(leaf) for leaf in _tensors_of(args[:1])):
+                raise CaptureError(f"{source_line()}: {func._schema.name} changes what a tensor looks at")
+            return out  # it moves no data, and recorded operators have views of their own
         for tensor in written_tensors(func, args, kwargs):
             if not self._tape.owns(tensor):
                 storage = tensor.untyped_storage()

@@ -74,7 +74,7 @@ CASES: dict[str, ZooCase] = {
     "pi0_action_expert": _plain(zoo.pi0_action_expert),
     "timm_vit": _plain(zoo.timm_vit, needs="timm"),
     # Variants: the same models, driven in the other ways that their pipelines know.
-    "qwen_image-two_lengths": ZooCase(partial(zoo.qwen_image, steps=4, text_tokens=(7, 5)), replays=4),
+    "qwen_image-two_lengths": ZooCase(partial(zoo.qwen_image, steps=5, text_tokens=(7, 5)), replays=4),
     "qwen_image-padded": ZooCase(partial(zoo.qwen_image, steps=5, padded=True)),
     "sdxl_unet-int_timestep": ZooCase(
         partial(zoo.sdxl_unet, steps=8, timestep_type="int"),
