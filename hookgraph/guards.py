@@ -22,6 +22,7 @@ from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.state import ModuleState, attribute_tensors, looks
 
+_DEEPEST_HOLDER = 2  # a tuple in the dict of a cache
 _LOOKS = attrgetter("shape", "dtype", "requires_grad")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -250,45 +251,28 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
 _Place = tuple[str, Callable[[], Any] | None]
 
 
-def _locate_by_referrers(tensor: torch.Tensor) -> list[_Place]:
+def _locate_by_referrers(thing: Any, depth: int = 0) -> list[_Place]:
     """Ask the garbage collector who holds a tensor: globals, closures, class attributes, caches."""
     found: list[_Place] = []
-    for referrer in gc.get_referrers(tensor):
+    for referrer in gc.get_referrers(thing):
         if isinstance(referrer, types.CellType) and _is_closure(referrer):
             found.append(("a closure", functools.partial(getattr, referrer, "cell_contents")))
         elif isinstance(referrer, functools._lru_cache_wrapper):
             # Its entries depend on its arguments alone: kept alive as long as the graph, they fit.
             found.append((f"the cache of {referrer.__qualname__}", None))
         elif isinstance(referrer, dict) and _is_namespace(referrer):
-            key = _key_of(referrer, tensor)
+            key = _key_of(referrer, thing)
             found.append((f"the global {key}", functools.partial(referrer.__getitem__, key)))
-        elif isinstance(referrer, (list, tuple, dict)):
-            place = _in_sequence(referrer, tensor)
-            found += [place] if place is not None else []
+        elif isinstance(referrer, (list, tuple, dict)) and depth < _DEEPEST_HOLDER:
+            for where, holder in _locate_by_referrers(referrer, depth + 1):
+                inner = functools.partial(_item_of, holder, _key_of(referrer, thing)) if holder is not None else None
+                found.append((where, inner))
     return found
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
     """Whether a dict is the globals of a module or the attributes of a class."""
     return "__name__" in holder or "__module__" in holder
-
-
-def _in_sequence(holder: Any, tensor: torch.Tensor) -> _Place | None:
-    """A table in a list, tuple or dict that a cache, a closure or a global holds."""
-    for referrer in gc.get_referrers(holder):
-        if isinstance(referrer, functools._lru_cache_wrapper):
-            return f"the cache of {referrer.__qualname__}", None
-        inner = _key_of(holder, tensor)
-        if isinstance(referrer, types.CellType) and _is_closure(referrer):
-            return "a closure", functools.partial(
-                _item_of, functools.partial(getattr, referrer, "cell_contents"), inner
-            )
-        if isinstance(referrer, dict) and _is_namespace(referrer):
-            outer = _key_of(referrer, holder)
-            return f"the global {outer}", functools.partial(
-                _item_of, functools.partial(referrer.__getitem__, outer), inner
-            )
-    return None
 
 
 def _item_of(holder: Callable[[], Any], key: Any) -> Any:

@@ -38,7 +38,7 @@ from tests.models.zoo import Case
 from tests.parity import Both, ParityError, Twins, walk
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "wrapt", "optree", "cuda-bindings")
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "optree", "cuda-bindings")
 WARM_ROUNDS = 5  # a warm-up, a lazy one, a capture, a proved replay, and one more
 
 
