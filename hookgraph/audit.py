@@ -198,6 +198,8 @@ class Audit(TorchDispatchMode):
 
     def _hold(self, where: Weak, key: int, tensor: torch.Tensor) -> None:
         """Keep a tensor until the forward has ended, so that its memory serves no other meanwhile."""
+        while tensor._base is not None:  # a view may live for this operator alone
+            tensor = tensor._base
         where[key] = tensor
         self._held.append(tensor)
 
@@ -210,11 +212,13 @@ class Audit(TorchDispatchMode):
             result: The output of the forward, and the arguments as it left them.
         """
         came_out = {storage_key(tensor) for tensor in containers.tensors_in(result)}
+        held = len(self.findings.side) + len(self.findings.written_outside)
         self._held.clear()
         self._look_at_kept(came_out, result[0])
         if self._passing:
             self._sort_out_passing(came_out)
-        self.findings.outside = len(self.findings.side) + len(self.findings.written_outside)
+            held = len(self.findings.side) + len(self.findings.written_outside)
+        self.findings.outside = held
         self._held.clear()
 
     def _look_at_kept(self, came_out: set[int], output: Any) -> None:
