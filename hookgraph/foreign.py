@@ -31,7 +31,7 @@ def recognise(module: nn.Module) -> str | None:
     Returns:
         Such as ``layerwise casting by diffusers on blocks.0.attn``; None when nothing does.
 
-    Cost: about 0.3 µs for each submodule.
+    Cost: about 1.3 µs for each submodule.
     """
     for name, child in module.named_modules():
         where = name or "the module itself"

@@ -7,7 +7,6 @@ are cloned, tensors that came in are the caller's own, and so are containers.
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from hookgraph.containers import Contents
 from hookgraph.inputs import StaticInputs
 from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
-from hookgraph.signature import Call
+from hookgraph.signature import Call, is_numpy_scalar
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, enum.Enum, type)
 
@@ -310,7 +309,7 @@ class _Learner:
             return SlotKind.CONTAINER, self.own_containers[id(leaf)]
         if isinstance(leaf, torch.Tensor):
             return SlotKind.TENSOR, self._tensor(leaf, where)
-        if isinstance(leaf, _CONSTANTS) or _is_numpy_scalar(leaf):
+        if isinstance(leaf, _CONSTANTS) or is_numpy_scalar(leaf):
             return SlotKind.CONSTANT, leaf
         for position, given in enumerate(self.shadow.inputs.leaves):
             if given is leaf:
@@ -405,8 +404,3 @@ def _span(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_numpy_scalar(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.generic)

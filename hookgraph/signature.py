@@ -106,10 +106,11 @@ def _is_scalar(leaf: Any) -> bool:
     """Immutable values beyond the common ones: enums, classes, numpy scalars, slices of numbers."""
     if isinstance(leaf, slice):
         return all(part is None or type(part) in (int, bool) for part in (leaf.start, leaf.stop, leaf.step))
-    return isinstance(leaf, (enum.Enum, type)) or _is_numpy_scalar(leaf)
+    return isinstance(leaf, (enum.Enum, type)) or is_numpy_scalar(leaf)
 
 
-def _is_numpy_scalar(leaf: Any) -> bool:
+def is_numpy_scalar(leaf: Any) -> bool:
+    """Whether a value is one number of numpy's."""
     numpy = sys.modules.get("numpy")  # nobody can hold one of its scalars without having imported it
     return numpy is not None and isinstance(leaf, numpy.generic) and not isinstance(leaf, numpy.void)
 
@@ -192,7 +193,7 @@ def value_key(leaf: Any) -> Any:
         return leaf.hex()  # tells -0.0 from 0.0, and NaN equals itself
     if kind is complex:
         return (leaf.real.hex(), leaf.imag.hex())
-    if _is_numpy_scalar(leaf):
+    if is_numpy_scalar(leaf):
         return leaf.tobytes()
     if kind is slice:
         return tuple((type(part), part) for part in (leaf.start, leaf.stop, leaf.step))
