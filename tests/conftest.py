@@ -29,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
             importlib.import_module(f"{library}.utils.logging").set_verbosity_error()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a GPU runs in one process: two would see each other's memory and load."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+
+
 @pytest.fixture(autouse=True)
 def no_residue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Every module attached in the test is, once detached, exactly what it was before."""
