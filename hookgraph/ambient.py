@@ -9,6 +9,12 @@ import torch
 from hookgraph import private_torch
 from hookgraph.reasons import Fallback, FallbackReason
 
+# What ``read`` gives, in its order.
+PARTS = (
+    "grad mode", "inference mode", "autocast", "default dtype", "default device", "current CUDA device",
+    "numerics flags",
+)  # fmt: skip
+
 
 def standing_aside() -> Fallback | None:
     """The reason why this thread must not be served from a graph right now, if any."""

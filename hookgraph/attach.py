@@ -9,16 +9,20 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hookgraph import ahead
 from hookgraph.backends import Backends
-from hookgraph.errors import AttachError, HookgraphWarning
+from hookgraph.counters import Counters
+from hookgraph.errors import AttachError, HookgraphError, HookgraphWarning
+from hookgraph.explain import Explanation
 from hookgraph.hooks import ModuleHooks
 from hookgraph.options import Options
+from hookgraph.recording import Recording
 from hookgraph.runner import Runner
 from hookgraph.stats import Stats
 from hookgraph.switch import disabled_by_environment
@@ -44,8 +48,9 @@ class Attachment:
         1
     """
 
-    def __init__(self, targets: dict[str, nn.Module], options: Options) -> None:
+    def __init__(self, model: nn.Module, targets: dict[str, nn.Module], options: Options) -> None:
         self.options = options
+        self._model = weakref.ref(model)
         self._targets = [weakref.ref(module) for module in targets.values()]
         self._hooks: list[ModuleHooks] = []
         self._backends = Backends(options.backend)
@@ -82,6 +87,100 @@ class Attachment:
         """What became of every call so far; it stays readable after ``detach``."""
         return _stats_of([self])
 
+    def explain(self, /, *args: Any, module: str | None = None, **kwargs: Any) -> Explanation:
+        """Foretell what a call with these arguments would do now, and why; nothing is run, counted or remembered.
+
+        A warm-up or a capture may still find that the forward forbids a graph, and the first replays are
+        compared with eager: that is seen when it happens.  Forward pre-hooks are not run on the arguments, and
+        a library that replaced the module's forward since is not noticed.
+
+        Args:
+            args: As the module would be called.
+            module: The name of the attached module; needed where there are several.
+            kwargs: As the module would be called.
+
+        Returns:
+            The plan, the reason for eager, and each difference from the nearest retained signature;
+            ``print`` shows it, ``to_dict()`` gives it as data.
+
+        Raises:
+            HookgraphError: Nothing is attached any more, or no attached module has that name.
+
+        Cost: about one flattening of the arguments, and a comparison with each retained signature.
+
+        Example:
+            >>> import torch, hookgraph
+            >>> model = torch.nn.Linear(4, 4).eval()
+            >>> with hookgraph.attach(model) as handle:
+            ...     handle.explain(torch.ones(2, 4)).fallback.reason.value
+            'needs_grad'
+        """
+        if self._detached or not self._hooks:
+            raise HookgraphError(
+                "explain(): nothing is attached here, so every call is a plain one. Use attach() first."
+            )
+        named = {runner.name: runner for runner in self._runners}
+        if module is None and len(named) == 1:
+            return self._runners[0].explain(args, kwargs)
+        if module not in named:
+            names = difflib.get_close_matches(str(module), list(named), n=3, cutoff=0.0)
+            raise HookgraphError(f"explain(module={module!r}): give the name of an attached module, such as {names}")
+        return named[module].explain(args, kwargs)
+
+    def warmup(self, calls: Iterable[Any], progress: bool = True) -> None:
+        """Capture ahead of traffic: make example calls of the model until each is served from a trusted graph.
+
+        Make it in the surroundings of the later calls (``no_grad`` or ``inference_mode``, autocast), and before
+        other threads start.  Each call is made on copies of its arguments, the largest first.
+
+        Args:
+            calls: What the model is called with: each ``(args, kwargs)``, or a dict of keyword arguments.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            HookgraphError: Nothing is attached any more, or a call has another form.
+
+        Warns:
+            HookgraphWarning: A call still runs eager afterwards.
+
+        Restores: the state of the default random generators.  Buffers that the forward advances do advance.
+        Cost: for each call about two eager calls under watch, the capture, and two comparisons with eager.
+
+        Example:
+            >>> import torch, hookgraph
+            >>> model = torch.nn.Linear(4, 4).eval()
+            >>> with torch.no_grad(), hookgraph.attach(model) as handle:
+            ...     handle.warmup([((torch.ones(rows, 4),), {}) for rows in (1, 2)], progress=False)
+            ...     [signature.state for signature in handle.stats.modules[0].signatures]
+            ['trusted', 'trusted']
+        """
+        model = self._model()
+        if self._detached or model is None:
+            raise HookgraphError("warmup(): nothing is attached here. Use attach() first.")
+        pairs = ahead.largest_first(calls)
+        if not self._hooks:  # HOOKGRAPH_DISABLE
+            return
+        from hookgraph import tables
+
+        with ahead.random_numbers_kept(model), tables.progress(pairs, "warm up", progress) as steps:
+            for call in steps:
+                reasons = self._settle(model, call)
+                if reasons:
+                    words = f"warmup: a call runs eager ({', '.join(reasons)}); explain() says more"
+                    warnings.warn(words, HookgraphWarning, stacklevel=2)
+
+    def _settle(self, model: nn.Module, call: ahead.Arguments) -> list[str]:
+        """Make one call until nothing is learned from it; why its last run was eager, where it was."""
+        for _ in range(ahead.MOST_RUNS):
+            before = self.stats
+            args, kwargs = ahead.copy_of(call)
+            model(*args, **kwargs)
+            after = self.stats
+            on_probation = any(runner.on_probation for runner in self._runners)
+            if (before.warmups, before.captures) == (after.warmups, after.captures) and not on_probation:
+                break
+        return [reason for reason, count in after.reasons.items() if count > before.reasons.get(reason, 0)]
+
     def detach(self) -> None:
         """Leave every module as it was found, and give back all memory.  Twice is fine."""
         with _lock:
@@ -105,6 +204,27 @@ class Attachment:
             for runner in self._runners:
                 runner.pause(-1)
 
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Hold other threads' calls off while a sampling loop runs, and its ``read_only`` tensors for unchanged.
+
+        Inside, a ``read_only`` tensor is copied in once, also one made in ``inference_mode``, which counts no
+        versions and is copied on each call elsewhere.  Do not write to one inside the block.
+
+        Example:
+            >>> import torch, hookgraph
+            >>> model = torch.nn.Bilinear(4, 4, 2).eval()
+            >>> with torch.inference_mode(), hookgraph.attach(model, read_only=("input2",)) as handle:
+            ...     prompt = torch.ones(2, 4)
+            ...     with handle.loop():
+            ...         for step in range(5):
+            ...             out = model(torch.full((2, 4), step / 5), prompt)
+        """
+        with ExitStack() as stack:
+            for runner in self._runners:
+                stack.enter_context(runner.loop())
+            yield
+
     def invalidate(self, reason: str = "asked for by the user") -> None:
         """Drop every graph and every verdict; the next calls warm up and capture anew.
 
@@ -119,6 +239,45 @@ class Attachment:
         for runner in self._runners:
             runner.reset_counters()
 
+    @contextmanager
+    def live(self, refresh_seconds: float = 0.5) -> Iterator[None]:
+        """Show the stats as a table that follows a long loop, in a terminal or a notebook.
+
+        It goes to standard error.  Where that is neither, the table is written once, at the end.
+
+        Args:
+            refresh_seconds: How long a table stands before it is drawn anew.
+
+        Cost: a thread that reads the stats so often; nothing in the calls.
+        """
+        from hookgraph import tables  # rich is imported when something is shown
+
+        if refresh_seconds <= 0:
+            raise HookgraphError(f"live(refresh_seconds={refresh_seconds!r}): give a number of seconds above 0")
+        with tables.live(lambda: self.stats, refresh_seconds):
+            yield
+
+    @contextmanager
+    def recording(self, most: int = 100_000) -> Iterator[Recording]:
+        """Keep a record of each call that starts inside the block, on every thread.
+
+        Args:
+            most: How many records to keep; beyond that the oldest go.  One takes about 200 bytes.
+
+        Returns:
+            What is recorded; it stays readable after the block.
+
+        Cost: a few microseconds a call inside the block; none outside of it.
+        """
+        recording = Recording(most)
+        for hooks in self._hooks:
+            hooks.begin(recording)
+        try:
+            yield recording
+        finally:
+            for hooks in self._hooks:
+                hooks.end(recording)
+
 
 def attach(
     model: nn.Module,
@@ -131,6 +290,7 @@ def attach(
     verify: int = 1,
     verify_every: int | None = None,
     guards: str = "full",
+    read_only: Iterable[str] = (),
     outputs: str = "clone",
     child_hooks: str = "refuse",
     on_fallback: str = "ignore",
@@ -156,6 +316,10 @@ def attach(
         verify_every: Compare every so many replays later on, too.
         guards: ``"full"``; ``"weights"`` checks only the addresses of parameters and buffers and
             the module tree; ``"off"`` nothing.
+        read_only: Names of arguments, such as ``("past_key_values",)``, whose containers keep what they hold:
+            what a call puts into them is dropped, replayed or eager, and their tensors are copied in only
+            when they changed (another tensor, or another version of it).  A driver that cuts a cache back by
+            a fixed number after each call must not do so then.
         outputs: ``"clone"``, or ``"view"`` for static outputs that the next replay overwrites.
         child_hooks: ``"refuse"`` runs eager while a submodule has forward hooks, which a replay
             would not run; ``"ignore"`` accepts that.
@@ -186,7 +350,7 @@ def attach(
         raise AttachError(f"attach() needs a torch.nn.Module, got {type(model).__module__}.{type(model).__qualname__}")
     options = Options(
         max_graphs, max_batch_size, max_bytes, warmup, verify, verify_every, guards, outputs, child_hooks, on_fallback,
-        backend,
+        backend, (read_only,) if isinstance(read_only, str) else tuple(read_only),
     )  # fmt: skip
     chosen = select(model, targets)
     if backend == "cuda" and not torch.cuda.is_available():
@@ -196,9 +360,9 @@ def attach(
         if known is not None:
             return known
         if disabled_by_environment():
-            return Attachment({}, options)
+            return Attachment(model, {}, options)
         _warn_of_compiled(chosen)  # first, since a warning may be an error, and then nothing is attached
-        handle = Attachment(chosen, options)
+        handle = Attachment(model, chosen, options)
         for module in chosen.values():
             _attached[module] = handle
     return handle
@@ -361,12 +525,17 @@ def stats(model: nn.Module | None = None) -> Stats:
         >>> hookgraph.stats(torch.nn.Linear(2, 2)).calls
         0
     """
-    if model is not None:
-        handles = _handles_below(model)
-    else:
-        with _lock:
-            handles = list({id(handle): handle for handle in _attached.values()}.values())
-    return _stats_of(handles)
+    return _stats_of(_all_handles() if model is None else _handles_below(model))
+
+
+def counting() -> list[tuple[str, Counters]]:
+    """The live counts of everything that is attached in the process, each with its module's name."""
+    return [(runner.label, runner.counters) for handle in _all_handles() for runner in handle._runners]
+
+
+def _all_handles() -> list[Attachment]:
+    with _lock:
+        return list({id(handle): handle for handle in _attached.values()}.values())
 
 
 def _stats_of(handles: list[Attachment]) -> Stats:

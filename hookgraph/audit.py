@@ -155,7 +155,27 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        given: list[torch.Tensor] = []
+        try:
+            given = _tensors((args, kwargs))
+            self._look_before(func, args, kwargs, given)
+        except Exception as error:
+            self._fail(error)
+        out = func(*args, **kwargs)
+        try:
+            self._look_at_results(given, out)
+            copy = host_copy(func, args, kwargs)
+            if copy is not None:
+                self._keep_constant(copy[0], out)
+        except Exception as error:
+            self._fail(error)
+        return out
+
+    def _fail(self, error: Exception) -> None:
+        """Watch to no avail: an error of the audit's own, out of memory say, is none of the forward's."""
+        self.findings.blocker = self.findings.blocker or Fallback(FallbackReason.INTERNAL_ERROR, told(error))
+
+    def _look_before(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         name = func._schema.name.partition("::")
         base = name[2]
         self.findings.operators += 1
@@ -165,12 +185,6 @@ class Audit(TorchDispatchMode):
         self._look_at_host(func, base, args, kwargs, given)
         self._look_at_random(func, args, kwargs)
         self._look_at_writes(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self._look_at_results(given, out)
-        copy = host_copy(func, args, kwargs)
-        if copy is not None:
-            self._keep_constant(copy[0], out)
-        return out
 
     def _keep_constant(self, source: torch.Tensor, arrived: torch.Tensor) -> None:
         """What the forward copied from the host; a capture will be served the same value."""
@@ -198,7 +212,8 @@ class Audit(TorchDispatchMode):
 
     def _hold(self, where: Weak, key: int, tensor: torch.Tensor) -> None:
         """Keep a tensor until the forward has ended, so that its memory serves no other meanwhile."""
-        while tensor._base is not None:  # a view may live for this operator alone
+        # A view may live for this operator alone.  One whose ``data`` was exchanged still names its base.
+        while tensor._base is not None and storage_key(tensor._base) == storage_key(tensor):
             tensor = tensor._base
         where[key] = tensor
         self._held.append(tensor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
 from hookgraph import tree
@@ -11,13 +13,13 @@ from hookgraph.signature import Signature
 _MOST_SKELETONS = 64  # bounds the memory of a module that sees ever new shapes
 
 
+@dataclass(slots=True)
 class _Record:
-    __slots__ = ("churning", "last", "replaced")
-
-    def __init__(self) -> None:
-        self.churning = False
-        self.replaced = 0
-        self.last: Signature | None = None
+    churning: bool = False
+    replaced: int = 0
+    last: Signature | None = None
+    calls: int = 0
+    changed: dict[int, int] = field(default_factory=dict)  # by position: in how many calls another value came
 
 
 class ScalarChurn:
@@ -36,6 +38,7 @@ class ScalarChurn:
         record = self._records.get(signature.skeleton) if signature.scalars else None
         if record is not None:
             record.replaced = 0
+            record.calls += 1
 
     def changing_leaf(self, signature: Signature) -> str | None:
         """Where the number is that changes on every call; None while this signature may try.
@@ -46,23 +49,47 @@ class ScalarChurn:
             return None
         record = self._record(signature.skeleton)
         before, record.last = record.last, signature
+        record.calls += 1
+        changed = _changed(before, signature)
+        for position in changed:
+            record.changed[position] = record.changed.get(position, 0) + 1
         if not record.churning:
             return None
-        if before is not None and before == signature:
+        if not changed:
             record.churning, record.replaced = False, 0
             return None
-        return _difference(before, signature)
+        return _path(signature, changed)
 
-    def replace(self, signature: Signature) -> bool:
-        """Note that ``signature`` takes the place of one that never came back.
+    def replace(self, signature: Signature, rival: Signature) -> str | None:
+        """Note that ``signature`` takes the place of a rival that never came back.
 
         Returns:
-            Whether that is one too many.
+            Where they differ, when that is one too many.
         """
         record = self._record(signature.skeleton)
         record.replaced += 1
         record.churning = record.replaced >= self._patience
-        return record.churning
+        return _path(signature, _changed(rival, signature)) if record.churning else None
+
+    def before(self, signature: Signature) -> Signature | None:
+        """The last call without a graph that differs from this one at most in Python values."""
+        record = self._records.get(signature.skeleton)
+        return record.last if record is not None else None
+
+    def history(self, signature: Signature) -> tuple[dict[str, int], int]:
+        """How often each number changed from one call without a graph to the next, by path, and in how many calls."""
+        record = self._records.get(signature.skeleton)
+        if record is None:
+            return {}, 0
+        paths = tree.paths(signature.spec)
+        return {paths[position]: count for position, count in record.changed.items()}, record.calls
+
+    def copy(self) -> ScalarChurn:
+        """Another one that knows the same."""
+        other = ScalarChurn(self._patience)
+        for key, record in self._records.items():
+            other._records[key] = dataclasses.replace(record, changed=dict(record.changed))
+        return other
 
     def _record(self, skeleton: Any) -> _Record:
         record = self._records.setdefault(skeleton, _Record())
@@ -72,11 +99,13 @@ class ScalarChurn:
         return record
 
 
-def _difference(before: Signature | None, now: Signature) -> str:
-    """The path of the first scalar in which two signatures of one skeleton differ."""
-    paths = tree.paths(now.spec)
-    old = dict(before.scalars) if before is not None else {}
-    for position, leaf in now.scalars:
-        if old.get(position) != leaf:
-            return paths[position]
-    return paths[now.scalars[0][0]]
+def _changed(before: Signature | None, now: Signature) -> list[int]:
+    """The positions of the scalars in which two signatures of one skeleton differ."""
+    if before is None:
+        return []
+    old = dict(before.scalars)
+    return [position for position, leaf in now.scalars if old.get(position) != leaf]
+
+
+def _path(signature: Signature, changed: list[int]) -> str:
+    return tree.paths(signature.spec)[changed[0]]

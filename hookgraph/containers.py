@@ -126,9 +126,9 @@ def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool, bool]:
     """What matters of a call's structure.
 
     Returns:
-        The positions of the leaves that lie in a transformers cache; and whether there are empty
-        containers, which could be one and the same without sharing a leaf; and whether a dict has
-        keys that are no strings, of which 1, 1.0 and True would make equal structures.
+        The positions of the leaves that lie in a transformers cache; whether there are several
+        containers beside the call's own, two of which could be one and the same; and whether a
+        dict has keys that are no strings, of which 1, 1.0 and True would make equal structures.
     """
     odd_keys = any(not isinstance(key, str) for node in _below(spec) if node.type is dict for key in node.entries())
     in_caches = frozenset(
@@ -136,7 +136,7 @@ def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool, bool]:
         for position, path in enumerate(spec.paths())
         if any(isinstance(step, tree.Attribute) and step.of_cache for step in path)
     )
-    return in_caches, any(child.num_leaves == 0 for child in _below(spec)), odd_keys
+    return in_caches, sum(1 for _ in _below(spec)) > 2, odd_keys
 
 
 def _below(spec: tree.TreeSpec) -> Iterable[tree.TreeSpec]:

@@ -20,17 +20,23 @@ class Outcome(StrEnum):
     EAGER = "eager"
     ERROR = "errors"
 
+    @property
+    def label(self) -> str:
+        """The word for one call: ``replay``, where the count is ``replays``."""
+        return self.name.lower()
+
 
 class Counters:
     """Counts of outcomes and of fallback reasons, safe to use from many threads.
 
-    ``calls`` is the sum of the outcomes, so it cannot disagree with them.
+    ``calls`` is the sum of the outcomes and ``eager`` that of the reasons, so they cannot disagree, not
+    even when a KeyboardInterrupt comes in the middle of ``mark``.
     """
 
     __slots__ = ("_details", "_lock", "_outcomes", "_reasons")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask while its own thread counts
         self._outcomes = dict.fromkeys(Outcome, 0)
         self._reasons: Counter[str] = Counter()
         self._details: dict[str, dict[str, int]] = {}
@@ -40,8 +46,8 @@ class Counters:
         if (outcome is Outcome.EAGER) != (fallback is not None):
             raise ValueError(f"outcome {outcome.value!r} with fallback {fallback!r}")
         with self._lock:
-            self._outcomes[outcome] += 1
             if fallback is None:
+                self._outcomes[outcome] += 1
                 return
             reason = fallback.reason.value
             self._reasons[reason] += 1
@@ -59,8 +65,9 @@ class Counters:
     def read(self) -> Counts:
         """A consistent copy of the counts."""
         with self._lock:
+            outcomes = {outcome.value: count for outcome, count in self._outcomes.items()}
             return Counts(
-                outcomes={outcome.value: count for outcome, count in self._outcomes.items()},
+                outcomes=outcomes | {Outcome.EAGER.value: sum(self._reasons.values())},
                 reasons=dict(self._reasons),
                 details={reason: dict(seen) for reason, seen in self._details.items()},
             )

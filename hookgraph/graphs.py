@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -12,18 +13,20 @@ import torch
 from torch import nn
 
 from hookgraph import proof, results
-from hookgraph.audit import Findings
+from hookgraph.audit import Findings, told
 from hookgraph.backends import Backend, Graph
 from hookgraph.constants import Serve, makers
 from hookgraph.errors import CaptureError
 from hookgraph.guards import Guards, own_tensors
-from hookgraph.inputs import StaticInputs
+from hookgraph.inputs import Mark, StaticInputs
 from hookgraph.private_torch import storage_key
+from hookgraph.read_only import NONE, ReadOnly
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.results import Rebuilt, Recipe, Shadow
 from hookgraph.signature import Call
 from hookgraph.state import ModuleState
 
+_log = logging.getLogger("hookgraph")
 _SMALL = 1 << 20  # bytes; counters and statistics are smaller, tables are not written
 _EAGER_AGAIN = 4  # calls at most to find out whether eager agrees with itself, after a mismatch only
 
@@ -49,6 +52,14 @@ class Replayed:
     arguments: list[torch.Tensor]  # new values of the arguments written in place
     outside: Memories  # what the module's memory that it writes held afterwards
     unseen: str | None  # a write that the audit did not see
+    marks: list[Mark]  # the values that it was made with
+
+
+def frozen_argument(written: list[torch.Tensor]) -> Fallback | None:
+    """Why arguments cannot be written to here: eager raises for an inference tensor outside of that mode."""
+    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
+        return Fallback(FallbackReason.TENSOR_KIND, "the forward writes to an inference tensor outside inference mode")
+    return None
 
 
 class Stale(Exception):
@@ -77,8 +88,10 @@ class CapturedForward:
         self._module_storages = guards.storages()
         self._has_effects = self._random or bool(self._written_outside)
         self._constants = findings.constants  # the graph reads them at their addresses
-        self._compared: list[_Mark] = []
+        self._compared: list[Mark] = []
+        self.at_work = False  # a signal handler or a finalizer may call the module in the middle of a replay
         self.capture_ns = capture_ns
+        self._can_alias = bool(recipe.written or self._written_storages)
 
     @property
     def _outside(self) -> list[torch.Tensor]:
@@ -105,12 +118,15 @@ class CapturedForward:
         """Give back the graph's memory; it cannot be replayed afterwards."""
         self._graph.release()
 
-    def aliasing(self, call: Call) -> Fallback | None:
+    def aliasing(self, leaves: list[Any]) -> Fallback | None:
         """Why this call's arguments must not be copied: one that is written shares memory."""
-        written = {storage_key(call.leaves[position]) for position, _ in self._recipe.written}
-        if not written and not self._written_storages:
+        if not self._can_alias:
             return None
-        storages = [storage_key(call.leaves[position]) for position in call.tensors]
+        frozen = frozen_argument([leaves[position] for position, _ in self._recipe.written])
+        if frozen is not None:
+            return frozen
+        written = {storage_key(leaves[position]) for position, _ in self._recipe.written}
+        storages = [storage_key(leaves[position]) for position in self.inputs.positions]
         if any(storages.count(key) > 1 for key in written):
             return Fallback(FallbackReason.ALIASED_ARGUMENTS)
         if not self._written_storages.isdisjoint(storages) or not self._module_storages.isdisjoint(written):
@@ -122,21 +138,42 @@ class CapturedForward:
         change = self.guards.moved()
         return self.guards.changed() if change is None and self._has_effects else change
 
-    def replay(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], clone: bool) -> Any:
+    def replay(
+        self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], clone: bool, loop: object | None = None
+    ) -> Any:
         """Run the graph on a call's arguments and return what the forward would return.
+
+        Args:
+            leaves: The leaves of ``(args, kwargs)``.
+            loop: The sampling loop that the call belongs to, if any.
 
         Raises:
             Stale: The module has changed since the capture; nothing has been written.
+            CaptureError: It failed and left no effect.  Any other error came after a launch that wrote to the
+                module's memory or drew random numbers, which cannot be taken back, or from the arguments
+                themselves when their new values were written back.
 
         Streams: the caller's current stream does all the work.
         Aliasing: the output shares no memory with the graph, where ``clone`` says so.
         """
-        with self.backend.turn():
-            self.inputs.fill(call.leaves)
-            self._graph.launch()
-            rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone)
-            # The device is at work: time to see whether its result may be used.
-            change = None if self._has_effects else self.guards.changed()
+        launched = False
+        with self.backend.turn:
+            try:
+                self.at_work = True
+                self.inputs.fill(leaves, loop)
+                self._graph.launch()
+                launched = True
+                rebuilt = self._recipe.rebuild(leaves, args, kwargs, clone)
+                # The device is at work: time to see whether its result may be used.
+                change = None if self._has_effects else self.guards.changed()
+            except CaptureError:
+                raise
+            except Exception as error:
+                if launched and self._has_effects:
+                    raise
+                raise CaptureError(told(error)) from error
+            finally:
+                self.at_work = False
             if change is not None:
                 raise Stale(change)
             rebuilt.write_back()
@@ -166,13 +203,14 @@ class CapturedForward:
 
         Restores: the memory of the module that the graph writes, and random state; also on failure.
         """
-        self._compared = [_Mark(call.leaves[position]) for position in call.tensors]
+        marks = [Mark(call.leaves[position]) for position in call.tensors]
         random = _RandomState(call.device) if self._random else None
         written = _memories(self._outside)
         watched = {key: memory for key, memory in _memories(self._small_buffers()).items() if key not in written}
-        with self.backend.turn(), torch.no_grad():
+        with self.backend.turn, torch.no_grad():
             before = {key: memory.clone() for key, memory in (written | watched).items()}
             try:
+                self.at_work = True
                 self.inputs.fill(call.leaves)
                 self._graph.launch()
                 rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
@@ -180,12 +218,13 @@ class CapturedForward:
                 outside = {key: memory.clone() for key, memory in written.items()}
                 unseen = self._unseen_writes(call, watched, before)
             finally:
+                self.at_work = False
                 for key, memory in (written | watched).items():
                     if not _same_memory(memory, before[key]):
                         memory.copy_(before[key])
                 if random is not None:
                     random.restore()
-        return Replayed(rebuilt, arguments, outside, unseen)
+        return Replayed(rebuilt, arguments, outside, unseen, marks)
 
     def _unseen_writes(self, call: Call, watched: Memories, before: Memories) -> str | None:
         """What the graph wrote without the audit having seen it: a kernel that hides its writes."""
@@ -199,6 +238,7 @@ class CapturedForward:
 
     def difference(self, replayed: Replayed, output: Any) -> str | None:
         """Where a rehearsal and the eager call that followed it differ."""
+        self._compared = replayed.marks
         found = replayed.unseen or proof.difference(replayed.rebuilt, output, replayed.arguments)
         now = _memories(self._outside)
         for key, memory in replayed.outside.items():
@@ -222,20 +262,6 @@ class CapturedForward:
         return any(proof.difference(other, output, []) is not None for other in others)
 
 
-class _Mark:
-    """One tensor at one moment; inference tensors have no version and never fit again."""
-
-    __slots__ = ("_reference", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._version = None if tensor.is_inference() else tensor._version
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the same tensor, not written since as far as PyTorch counts."""
-        return self._version is not None and self._reference() is tensor and tensor._version == self._version
-
-
 class _RandomState:
     """The default random generator of a device, as it was."""
 
@@ -251,7 +277,13 @@ class _RandomState:
 
 
 def capture(
-    module: nn.Module, forward: Forward, call: Call, findings: Findings, guards: Guards, backend: Backend
+    module: nn.Module,
+    forward: Forward,
+    call: Call,
+    findings: Findings,
+    guards: Guards,
+    backend: Backend,
+    read_only: ReadOnly = NONE,
 ) -> CapturedForward | Fallback:
     """Capture a forward for all calls of one signature.
 
@@ -263,7 +295,7 @@ def capture(
     started = time.perf_counter_ns()
     inputs = StaticInputs(call)
     inputs.fill(call.leaves)  # a forward may branch on nothing but shapes, yet it should see sane values
-    shadow = Shadow.of(call.spec, inputs)
+    shadow = Shadow.of(call.spec, inputs, read_only)
     state = ModuleState(module, tensors=True)
     memory = [(parameter, parameter.data) for parameter in module.parameters()]
 
@@ -302,4 +334,6 @@ def capture(
     if isinstance(recipe, Fallback):
         graph.release()
         return recipe
-    return CapturedForward(backend, graph, inputs, recipe, guards, findings, time.perf_counter_ns() - started)
+    capture_ns = time.perf_counter_ns() - started
+    _log.info("%s: captured in %.1f ms", type(module).__name__, capture_ns / 1e6)
+    return CapturedForward(backend, graph, inputs, recipe, guards, findings, capture_ns)

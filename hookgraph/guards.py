@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
 from hookgraph.audit import Findings
-from hookgraph.private_torch import storage_key
+from hookgraph.private_torch import storage_key, tensors_alike
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.state import ModuleState, attribute_tensors, looks
 
 _DEEPEST_HOLDER = 2  # a tuple in the dict of a cache
 _LOOKS = attrgetter("shape", "dtype", "requires_grad")
+_VALUES = methodcaller("values")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -81,20 +83,19 @@ class Guards:
         # The root is not held: it holds us, and has to die at once when its user drops it.
         self._modules = [child for _, child in modules[1:]]
         self._classes = [type(child) for child in self._modules]
-        self._trees = [child._modules for _, child in modules]
-        self._children = self._child_identities()
+        self._trees = _Holders([child._modules for _, child in modules])
         named = [(name, holder) for name, child in modules for holder in (child._parameters, child._buffers)]
-        # Holders that are empty now matter, too: something may be registered in them.
-        self._names, self._own = [name for name, _ in named], [holder for _, holder in named]
-        self._identities = self._own_identities()
+        self._names = [name for name, _ in named]
+        self._own = _Holders([holder for _, holder in named])
         # Moving a module frees its memory though we hold its parameters, whose ``data`` is exchanged;
         # a replaced one is let go when ``changed`` has noticed.  Buffers are replaced as a whole.
         self._parameters = [p for _, child in modules for p in child._parameters.values() if p is not None]
         self._buffers = [weakref.ref(b) for _, child in modules for b in child._buffers.values() if b is not None]
         self._wrapped = any(hasattr(tensor, "__tensor_flatten__") for tensor in self._parameters)
         self._addresses = self._own_addresses()
-        self._geometry = self._own_geometry()
-        self._child_names = list(map(tuple, self._trees))
+        self._looks = self._own_looks()
+        self._alike: Callable[[Sequence[torch.Tensor]], bool] = _never
+        self._child_names = list(map(tuple, self._trees.filled))
         self._root, self._root_class = weakref.ref(module), type(module)
         everywhere = torch.nn.modules.module
         self._hooks = [getattr(child, kind) for child in self._modules for kind in _HOOKS]
@@ -130,13 +131,13 @@ class Guards:
         """The first other thing that is not as it was, by name."""
         if self._extent == "off":
             return None
-        if list(map(type, self._modules)) != self._classes or self._child_identities() != self._children:
+        if list(map(type, self._modules)) != self._classes or self._trees.changed():
             return "the module tree changed"
-        if list(map(tuple, self._trees)) != self._child_names or type(self._root()) is not self._root_class:
+        if list(map(tuple, self._trees.filled)) != self._child_names or type(self._root()) is not self._root_class:
             return "the module tree changed"
-        if self._own_identities() != self._identities:
+        if self._own.changed():
             return self._replaced_tensor()
-        if self._own_geometry() != self._geometry:
+        if not self._look_the_same():
             return "a parameter or buffer has another shape, other strides, dtype or requires_grad"
         if self._extent == "weights":
             return None
@@ -148,34 +149,68 @@ class Guards:
         """The first thing that is not as it was; None when the graph still fits."""
         return self.moved() or self.changed()
 
-    def _child_identities(self) -> list[int]:
-        return [id(child) for tree in self._trees for child in tree.values()]
-
-    def _own_identities(self) -> list[int]:
-        return [id(tensor) for holder in self._own if holder for tensor in holder.values()]
-
     def _own_addresses(self) -> list[Any]:
         address = _address if self._wrapped else torch.Tensor.data_ptr
         parameters: list[Any] = list(map(address, self._parameters))
         return parameters + [None if (buffer := ref()) is None else _address(buffer) for ref in self._buffers]
 
-    def _own_geometry(self) -> list[Any]:
-        tensors = [*self._parameters, *(buffer for ref in self._buffers if (buffer := ref()) is not None)]
+    def _own_tensors(self) -> list[torch.Tensor]:
+        return [*self._parameters, *(buffer for ref in self._buffers if (buffer := ref()) is not None)]
+
+    def _own_looks(self) -> list[Any]:
+        tensors = self._own_tensors()
         return [*map(_LOOKS, tensors), *map(torch.Tensor.stride, tensors)] if not self._wrapped else []
+
+    def _look_the_same(self) -> bool:
+        """Whether shapes, strides, dtypes and ``requires_grad`` are what they were."""
+        if self._wrapped:
+            return True
+        tensors = self._own_tensors()
+        if self._alike(tensors):
+            return True
+        if self._own_looks() != self._looks:
+            return False
+        # The quick test depends on the thread's modes, too, and is made for those of the last call.
+        self._alike = tensors_alike(tensors)
+        return True
 
     def _replaced_tensor(self) -> str:
         now = [
             (f"{name}.{key}".lstrip("."), tensor)
-            for name, holder in zip(self._names, self._own, strict=True)
+            for name, holder in zip(self._names, self._own.all, strict=True)
             for key, tensor in holder.items()
         ]
-        if len(now) != len(self._identities):
+        if len(now) != len(self._own.identities):
             return "parameters or buffers were added or removed"
         known = set(self._addresses)
-        for (name, tensor), identity in zip(now, self._identities, strict=True):
+        for (name, tensor), identity in zip(now, self._own.identities, strict=True):
             if id(tensor) != identity or (tensor is not None and _address(tensor) not in known):
                 return f"{name} was replaced or moved"
         return "a parameter or buffer was replaced"
+
+
+class _Holders:
+    """Dicts of a module tree, and which objects are in them; the objects are not kept alive.
+
+    Those that are empty are looked at, too, since something may be registered in them.
+    """
+
+    def __init__(self, holders: list[dict[str, Any]]) -> None:
+        self.all = holders
+        self.filled = [holder for holder in holders if holder]
+        self._empty = [holder for holder in holders if not holder]
+        self.identities = self._now()
+
+    def _now(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(_VALUES, self.filled))))
+
+    def changed(self) -> bool:
+        """Whether another object is in one of them, or one more or less."""
+        return any(self._empty) or self._now() != self.identities
+
+
+def _never(_: Sequence[torch.Tensor]) -> bool:
+    return False
 
 
 def _address(tensor: torch.Tensor) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import gc
+import logging
 import sys
 import threading
 import types
@@ -20,17 +21,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from hookgraph.counters import Outcome
+from hookgraph.observed import Observed, nvtx_asked
 from hookgraph.reasons import Fallback, FallbackReason
+from hookgraph.recording import Recording
 from hookgraph.runner import Runner
 
+_log = logging.getLogger("hookgraph")
 _HOOK_DICTIONARIES = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
-_ABSENT = object()
-_OUR_REFERENCES = 2  # to a seam that stands nowhere: our attribute's, and the argument's of getrefcount
+ABSENT = object()
 
 
 class Seam:
@@ -55,7 +59,7 @@ class Seam:
         return getattr(self._inner, name)
 
     def _plain(self) -> Any:
-        return self._inner.__wrapped__ if isinstance(self._inner, _BoundForward) else self._inner
+        return self._inner.__wrapped__ if isinstance(self._inner, BoundForward) else self._inner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._plain(), memo)
@@ -74,7 +78,7 @@ def _plain_forward(module: nn.Module) -> Any:
     return types.MethodType(type(module).forward, module)
 
 
-class _BoundForward:
+class BoundForward:
     """The class's forward bound to a module that it does not keep alive.
 
     A bound method in the module's own ``__dict__`` would be a cycle, and the module's memory would
@@ -110,12 +114,22 @@ class _BoundForward:
 
 
 class _Record:
-    """One call through ``module(...)`` on one thread."""
+    """One call through ``module(...)`` on one thread.
+
+    It keeps no module alive: the record of a call that a KeyboardInterrupt ended is never taken away.
+    """
 
     __slots__ = ("module", "served")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.served = module, False
+        self.module, self.served = weakref.ref(module), False
+
+
+class _Calls(threading.local):
+    """The records of the calls that are under way, innermost last; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Record] = []
 
 
 class _Watcher:
@@ -125,8 +139,12 @@ class _Watcher:
         self._act = act
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        try:
             self._act(*args)
+        except Exception:  # watching a call must not end it
+            _log.warning("a hook of hookgraph failed", exc_info=True)
 
     def __reduce__(self) -> Any:
         # Accepts anything, returns None, and unpickles where hookgraph is not installed.
@@ -142,18 +160,26 @@ class ModuleHooks:
     def __init__(self, module: nn.Module, runner: Runner) -> None:
         self._module = weakref.ref(module)
         self.runner = runner
-        self._calls = threading.local()
+        self._recordings: tuple[Recording, ...] = ()
+        self._nvtx = nvtx_asked()
+        self._observed = self._nvtx  # whether somebody beside a profiler looks
+        self._calls = _Calls()
         self._active = True
         self._lock = threading.Lock()
         self._looked_at: Callable[[], Any] = _nothing
         self._handles: list[Any] = []
-        self._found, self._seam = self._make_seam(module)
+        self._end = weakref.finalize(module, runner.release)
+        self._end.atexit = False
+        self._found: Any = ABSENT
+        self._seam: Callable[[], Seam | None] = _nothing  # a weak reference, since the seam holds us
         self._install(module)
 
-    def _make_seam(self, module: nn.Module) -> tuple[Any, Seam]:
-        found = module.__dict__.get(_slot(module), _ABSENT)
-        inner = _BoundForward(module) if found is _ABSENT else found
-        return found, Seam(inner, self._serve)
+    def _put_seam(self, module: nn.Module) -> None:
+        slot = _slot(module)
+        self._found = module.__dict__.get(slot, ABSENT)
+        seam = Seam(BoundForward(module) if self._found is ABSENT else self._found, self._serve)
+        self._seam = weakref.ref(seam)
+        module.__dict__[slot] = seam
 
     def _install(self, module: nn.Module) -> None:
         try:
@@ -161,13 +187,12 @@ class ModuleHooks:
             self._handles.append(
                 module.register_forward_hook(_Watcher(self._after), with_kwargs=True, always_call=True)
             )
-            module.__dict__[_slot(module)] = self._seam
+            self._put_seam(module)
             module.__dict__["__reduce_ex__"] = _PlainReduce(module, self)
             module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, self)
         except BaseException:
             self.remove()
             raise
-        weakref.finalize(module, self.runner.release).atexit = False
 
     def remove(self) -> None:
         """Take out what is ours; where another library wrapped on top of it, switch it off instead."""
@@ -176,50 +201,65 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._end.detach()
         module = self._module()
         if module is None:
             return
         for name, kind in _ENTRIES.items():
             if isinstance(module.__dict__.get(name), kind):
                 del module.__dict__[name]
-        if module.__dict__.get("forward") is self._seam:
-            if self._found is _ABSENT:
+        seam = self._seam()
+        if seam is None:  # another library has dropped it
+            return
+        current: object = module.__dict__.get("forward")
+        if current is seam:
+            if self._found is ABSENT:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._found
-        _replace_references(self._seam, self._plain(module), self)
+        _replace_references(seam, self._plain(module))
 
     def _plain(self, module: nn.Module) -> Any:
-        return _plain_forward(module) if self._found is _ABSENT else self._found
+        return _plain_forward(module) if self._found is ABSENT else self._found
+
+    def begin(self, recording: Recording) -> None:
+        """Let a recording have each call that starts from now on."""
+        with self._lock:
+            self._recordings, self._observed = (*self._recordings, recording), True
+
+    def end(self, recording: Recording) -> None:
+        """Let a recording have no more calls."""
+        with self._lock:
+            self._recordings = tuple(other for other in self._recordings if other is not recording)
+            self._observed = self._nvtx or bool(self._recordings)
 
     # -- the call path -----------------------------------------------------------------------------
 
-    def _stack(self) -> list[_Record]:
-        if not hasattr(self._calls, "stack"):
-            self._calls.stack = []
-        stack: list[_Record] = self._calls.stack
-        return stack
-
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._stack().append(_Record(module))
+        self._calls.stack.append(_Record(module))
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        stack = self._stack()
+        stack = self._calls.stack
         while stack:  # records of calls that a KeyboardInterrupt ended lie on top of ours
             record = stack.pop()
-            if record.module is module:
+            if record.module() is module:
                 break
         else:
             return
         if record.served:
             return
         if output is None and sys.exc_info()[0] is not None:
-            self.runner.counters.mark(Outcome.ERROR)
+            self._count_unserved(Outcome.ERROR)
             return
         current = module.__dict__.get("forward")
         what = getattr(current, "__qualname__", type(current).__qualname__)
-        self.runner.counters.mark(Outcome.EAGER, Fallback(FallbackReason.DISPLACED, what))
+        self._count_unserved(Outcome.EAGER, Fallback(FallbackReason.DISPLACED, what))
         self._put_back(module)
+
+    def _count_unserved(self, outcome: Outcome, fallback: Fallback | None = None) -> None:
+        self.runner.counters.mark(outcome, fallback)
+        for recording in self._recordings:
+            recording.add(self.runner.label, outcome, fallback)
 
     def _put_back(self, module: nn.Module) -> None:
         """Stand in again where another library has dropped our seam, as if attached anew.
@@ -233,28 +273,32 @@ class ModuleHooks:
         self._looked_at = weakref.ref(current)
         self.runner.invalidate("another library replaced the module's forward")  # guards hold the seam, too
         with self._lock:
-            if self._active and sys.getrefcount(self._seam) <= _OUR_REFERENCES:
-                self._found, self._seam = self._make_seam(module)
-                module.__dict__[_slot(module)] = self._seam
+            if self._active and self._seam() is None:
+                self._put_seam(module)
 
     def _serve(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:
             return wrapped(*args, **kwargs)
-        stack = self._stack()
+        runner = self.runner
+        if self._observed or profiler._is_profiler_enabled:
+            runner = Observed(runner, self._recordings, self._nvtx)
+        stack = self._calls.stack
         record = stack[-1] if stack and not stack[-1].served else None
         if record is not None:
             record.served = True
-            if record.module is not self._module():
+            called = record.module()
+            if called is not None and called is not self._module():
                 # A replica shares our hooks and our seam, yet has weights of its own.
-                forward = _plain_forward(record.module) if self._found is _ABSENT else wrapped
-                return self.runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), forward, args, kwargs)
-        return self.runner.run(wrapped, args, kwargs)
+                forward = _plain_forward(called) if self._found is ABSENT else wrapped
+                return runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), forward, args, kwargs)
+        return runner.run(wrapped, args, kwargs)
 
     def _serve_replica(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stack = self._stack()
+        stack = self._calls.stack
         if stack and not stack[-1].served:
             stack[-1].served = True
-        return self.runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), wrapped, args, kwargs)
+        runner = Observed(self.runner, self._recordings, self._nvtx)
+        return runner.eager(Fallback(FallbackReason.FOREIGN_MODULE), wrapped, args, kwargs)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -263,9 +307,10 @@ class ModuleHooks:
         plain = dict(state)
         for name in _ENTRIES:
             plain.pop(name, None)
-        if plain.get("forward") is self._seam:
+        seam = self._seam()
+        if seam is not None and plain.get("forward") is seam:
             del plain["forward"]
-            if self._found is not _ABSENT:
+            if self._found is not ABSENT:
                 plain["forward"] = self._found
         ours = {handle.id for handle in self._handles}
         for name in _HOOK_DICTIONARIES:
@@ -307,8 +352,8 @@ class _Replicate:
         replica = type(module)._replicate_for_data_parallel(module)
         for name in _ENTRIES:
             replica.__dict__.pop(name, None)
-        if isinstance(replica.__dict__.get("forward"), Seam) and self._hooks._found is _ABSENT:
-            replica.__dict__["forward"] = Seam(_BoundForward(replica), self._hooks._serve_replica)
+        if isinstance(replica.__dict__.get("forward"), Seam) and self._hooks._found is ABSENT:
+            replica.__dict__["forward"] = Seam(BoundForward(replica), self._hooks._serve_replica)
         return replica
 
     def __reduce__(self) -> Any:
@@ -327,15 +372,13 @@ def _slot(module: nn.Module) -> str:
     return "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
 
 
-def _replace_references(seam: Seam, plain: Any, ours: ModuleHooks) -> None:
+def _replace_references(seam: Seam, plain: Any) -> None:
     """Where another library kept our seam as "the original forward", leave the plain one there.
 
     No comprehension may mention ``seam`` here: it would make a cell of our own variable, which the
     collector then finds among those who refer to it.
     """
     for holder in gc.get_referrers(seam):
-        if holder is ours or holder is vars(ours):
-            continue
         if isinstance(holder, types.CellType):
             holder.cell_contents = plain
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +30,9 @@ class StaticInputs:
             for leaf in call.leaves  # a clone: one value on the host, which the capture must not change
         ]
         self._plans = [_CopyPlan.of(position, self.leaves[position]) for position in call.tensors]
-        self._groups = _by_dtype(self._plans)
+        self._groups = _by_dtype([plan for plan in self._plans if plan.position not in call.read_only])
+        self._read_only = [_Kept(plan) for plan in self._plans if plan.position in call.read_only]
+        self.positions = call.tensors
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -40,20 +43,70 @@ class StaticInputs:
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
-    def fill(self, leaves: list[Any]) -> None:
+    def fill(self, leaves: list[Any], loop: object | None = None) -> None:
         """Copy the tensors of a call of the same signature into the buffers.
 
-        Cost: one ``_foreach_copy_`` for each dtype.
+        Args:
+            loop: The sampling loop that the call belongs to, if any; see ``Attachment.loop``.
+
+        Cost: one ``_foreach_copy_`` for each dtype; nothing for read-only tensors that have not changed.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._copy(leaves)
+                self._copy(leaves, loop)
         else:
-            self._copy(leaves)
+            self._copy(leaves, loop)
 
-    def _copy(self, leaves: list[Any]) -> None:
+    def _copy(self, leaves: list[Any], loop: object | None) -> None:
         for plans, targets in self._groups:
             torch._foreach_copy_(targets, [plan.source(leaves) for plan in plans])
+        if self._read_only:
+            self._fill_read_only(leaves, loop)
+
+    def _fill_read_only(self, leaves: list[Any], loop: object | None) -> None:
+        changed = [kept for kept in self._read_only if not kept.holds(leaves, loop)]
+        for kept in changed:
+            kept.mark = None  # until the copy has been made
+        for plans, targets in _by_dtype([kept.plan for kept in changed]):
+            torch._foreach_copy_(targets, [plan.source(leaves) for plan in plans])
+        for kept in changed:
+            kept.mark, kept.loop = Mark(leaves[kept.plan.position]), loop
+
+
+class _Kept:
+    """What the buffer of a read-only argument holds a copy of."""
+
+    __slots__ = ("loop", "mark", "plan")
+
+    def __init__(self, plan: _CopyPlan) -> None:
+        self.plan = plan
+        self.mark: Mark | None = None
+        self.loop: object | None = None
+
+    def holds(self, leaves: list[Any], loop: object | None) -> bool:
+        """Whether the buffer holds a call's tensor as it is now."""
+        if self.mark is None:
+            return False
+        tensor = leaves[self.plan.position]
+        return self.mark.fits(tensor) or (loop is not None and self.loop is loop and self.mark.is_of(tensor))
+
+
+class Mark:
+    """One tensor at one moment; inference tensors have no version and never fit again."""
+
+    __slots__ = ("_reference", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same tensor, not written since as far as PyTorch counts."""
+        return self._version is not None and self._reference() is tensor and tensor._version == self._version
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same inference tensor, written since or not; other kinds count their versions."""
+        return self._version is None and self._reference() is tensor
 
 
 class _CopyPlan:
@@ -78,6 +131,17 @@ class _CopyPlan:
             # Flags such as conj are part of the signature and refused where they matter.
             return leaf.as_strided(self.shape, leaf.stride())
         return leaf
+
+
+def replica(leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same looks and values with memory of its own; kinds that cannot be inputs are given back."""
+    if leaf.layout is not torch.strided or type(leaf) not in (torch.Tensor, torch.nn.Parameter) or leaf.is_conj():
+        return leaf
+    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+        buffer = _buffer_like(leaf, contiguous=False)
+        plan = _CopyPlan.of(0, buffer.detach())
+        plan.target.copy_(plan.source([leaf.detach()]))
+    return buffer
 
 
 def _by_dtype(plans: Iterable[_CopyPlan]) -> list[tuple[list[_CopyPlan], list[torch.Tensor]]]:

@@ -33,6 +33,7 @@ class Options:
     child_hooks: str = "refuse"
     on_fallback: str = "ignore"
     backend: str = "auto"
+    read_only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -46,6 +47,11 @@ class Options:
             if type(value) is not int or value < least:
                 allowed_none = " or None" if name in _MAY_BE_NONE else ""
                 raise AttachError(f"{name}={value!r}: expected an int of at least {least}{allowed_none}")
+
+        if not all(type(name) is str for name in self.read_only):
+            raise AttachError(
+                f"read_only={self.read_only!r}: expected names of arguments, such as ('past_key_values',)"
+            )
 
     def differences(self, other: Options) -> str:
         """Each option in which two differ, in words."""

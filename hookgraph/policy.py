@@ -9,6 +9,7 @@ from hookgraph.reasons import Fallback, FallbackReason
 
 MOST_CHANGING_WARMUPS = 3  # a forward that still changes attributes after so many calls always will
 REST = 32  # eager calls before an unstable or blocked signature may get another chance
+MOST_SHORTAGES = 3  # replays in a row that found no memory for their outputs
 MOST_INVALIDATIONS = 4  # in a row, without a replay in between: the module never stands still
 
 

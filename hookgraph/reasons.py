@@ -133,6 +133,10 @@ class FallbackReason(StrEnum):
 
     # What capture and replay showed.
     CAPTURE_FAILED = "capture_failed", "the capture raised an error", "see the detail; the call got its eager value"
+    INTERNAL_ERROR = (
+        "internal_error", "hookgraph itself failed, beside the forward",
+        "report it with the logged traceback; the call got its eager value",
+    )  # fmt: skip
     PARITY = "parity", "a replay differed from eager", "report it: the signature is blocked and calls are eager"
     UNSTABLE = (
         "unstable", "the module changes between calls so often that graphs never pay",

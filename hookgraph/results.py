@@ -7,6 +7,7 @@ are cloned, tensors that came in are the caller's own, and so are containers.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from hookgraph import containers, tree
 from hookgraph.containers import Contents
 from hookgraph.inputs import StaticInputs
 from hookgraph.private_torch import storage_key
+from hookgraph.read_only import ReadOnly
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Call, is_numpy_scalar
 
@@ -36,6 +38,7 @@ class FromArgument:
 
     position: int
     geometry: tuple[torch.Size, tuple[int, ...], int] | None  # shape, strides, elements after the argument's start
+    requires_grad: bool = False  # of the view: one that was detached does not, though its argument does
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class FromModule:
 
     tensor: torch.Tensor
     geometry: tuple[torch.Size, tuple[int, ...], int] | None  # shape, strides, storage offset
+    requires_grad: bool = False  # of the view
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,16 @@ class Template:
 
     spec: tree.TreeSpec
     slots: tuple[tuple[SlotKind, Any], ...]
+    order: list[int] | None = None  # the tensors in the order of the slots, where these are all there is
+
+    @classmethod
+    def of(cls, spec: tree.TreeSpec, slots: Sequence[tuple[SlotKind, Any]]) -> Template:
+        only_tensors = all(kind is SlotKind.TENSOR for kind, _ in slots)
+        return cls(spec, tuple(slots), [index for _, index in slots] if only_tensors else None)
 
     def rebuild(self, tensors: list[torch.Tensor], leaves: Sequence[Any], found: Sequence[Any]) -> Any:
+        if self.order is not None:
+            return tree.rebuild(self.spec, [tensors[index] for index in self.order])
         sources = {SlotKind.TENSOR: tensors, SlotKind.LEAF: leaves, SlotKind.CONTAINER: found}
         return tree.rebuild(
             self.spec,
@@ -104,7 +116,7 @@ class Rebuilt:
             contents.put_into(container)
 
 
-@dataclass(slots=True)
+@dataclass
 class Recipe:
     """How to rebuild everything that one captured forward gave back."""
 
@@ -115,6 +127,12 @@ class Recipe:
     written: list[tuple[int, torch.Tensor]]  # argument position, static input that holds its new value
     containers: int  # how many mutable containers the arguments have
     notes: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether each tensor of the result is the clone of one static output, in order."""
+        made = [origin.group if isinstance(origin, FromGraph) and origin.whole else None for origin in self.origins]
+        return made == list(range(len(self.groups)))
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +152,7 @@ class Recipe:
         Aliasing: with ``clone``, nothing returned shares memory with the graph.
         """
         copies = [group.clone() for group in self.groups] if clone else self.groups
-        tensors = [_materialise(origin, leaves, copies) for origin in self.origins]
+        tensors = copies if self.whole else [_materialise(origin, leaves, copies) for origin in self.origins]
         found = containers.mutable_containers((args, kwargs)) if self.containers else []
         output = self.output.rebuild(tensors, leaves, found)
         contents = [
@@ -150,12 +168,21 @@ def _materialise(origin: Origin, leaves: Sequence[Any], copies: Sequence[torch.T
         copy = copies[origin.group]
         return copy if origin.whole else copy.as_strided(origin.shape, origin.strides, origin.offset)
     if isinstance(origin, FromModule):
-        return origin.tensor if origin.geometry is None else origin.tensor.as_strided(*origin.geometry)
+        if origin.geometry is None:
+            return origin.tensor
+        return _view(origin.tensor, *origin.geometry, origin.requires_grad)
     leaf: torch.Tensor = leaves[origin.position]
     if origin.geometry is None:
         return leaf
     shape, strides, after = origin.geometry
-    return leaf.as_strided(shape, strides, leaf.storage_offset() + after)
+    return _view(leaf, shape, strides, int(leaf.storage_offset() + after), origin.requires_grad)
+
+
+def _view(
+    tensor: torch.Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int, requires_grad: bool
+) -> torch.Tensor:
+    view = tensor.as_strided(shape, strides, offset)
+    return view if view.requires_grad == requires_grad else view.detach()
 
 
 # -- learning --------------------------------------------------------------------------------------
@@ -172,14 +199,17 @@ class Shadow:
     before: list[Contents]
     versions: list[int]
     geometry: list[tuple[Any, ...]]
+    dropped: set[int]  # the identities of containers whose changes nobody wants
 
     @classmethod
-    def of(cls, spec: tree.TreeSpec, inputs: StaticInputs) -> Shadow:
+    def of(cls, spec: tree.TreeSpec, inputs: StaticInputs, read_only: ReadOnly) -> Shadow:
         args, kwargs = tree.rebuild(spec, inputs.leaves)
         found = containers.mutable_containers((args, kwargs))
+        dropped = containers.mutable_containers(read_only.values(args, kwargs))
         return cls(
             args, kwargs, inputs, found, [Contents.of(container) for container in found],
             [tensor._version for tensor in inputs.tensors], [_geometry(tensor) for tensor in inputs.tensors],
+            {id(container) for container in dropped},
         )  # fmt: skip
 
 
@@ -240,7 +270,7 @@ class _Learner:
         pairs = zip(self.shadow.containers, self.shadow.before, strict=True)
         for index, (container, before) in enumerate(pairs):
             after = Contents.of(container)
-            if not after.same_as(before):
+            if not after.same_as(before) and id(container) not in self.shadow.dropped:
                 writes.append(
                     (index, after, self._template(after.values(), f"argument {type(container).__name__}", []))
                 )
@@ -276,7 +306,7 @@ class _Learner:
         if strange is not None:
             raise Unrepeatable(f"{where} holds {strange}")
         slots = [self._slot(leaf, where) for leaf in leaves]
-        return Template(spec, tuple(slots))
+        return Template.of(spec, slots)
 
     def _flatten(self, value: Any, root: list[Any]) -> tuple[list[Any], tree.TreeSpec]:
         made: list[Any] = []
@@ -358,14 +388,15 @@ class _Learner:
         if position in self.any_strides:
             raise Unrepeatable("the output views a tensor of a cache argument")
         after = int(tensor.storage_offset() - static.storage_offset())
-        return FromArgument(position, (tensor.shape, tensor.stride(), after))
+        return FromArgument(position, (tensor.shape, tensor.stride(), after), _gradient(tensor, static))
 
     def _from_module(self, tensor: torch.Tensor, own: torch.Tensor) -> FromModule:
         if tensor is own:
             return FromModule(own, None)
         if tensor.dtype != own.dtype:
             raise Unrepeatable("the output views a tensor of the module under another dtype")
-        return FromModule(own, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
+        geometry = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return FromModule(own, geometry, _gradient(tensor, own))
 
     def _from_graph(self, made: list[int], groups: list[torch.Tensor]) -> list[FromGraph]:
         """One clone for all tensors that share memory, so that they go on sharing it."""
@@ -387,6 +418,12 @@ class _Learner:
             FromGraph(group, tensor.shape, tensor.stride(), int(tensor.storage_offset() - start), False)
             for tensor in tensors
         ]
+
+
+def _gradient(view: torch.Tensor, base: torch.Tensor) -> bool:
+    if view.requires_grad and not base.requires_grad:
+        raise Unrepeatable("the output is a view that requires gradients, and what it views does not")
+    return bool(view.requires_grad)
 
 
 def _attributes(tensor: torch.Tensor) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hookgraph import containers, tree
+from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -74,6 +75,15 @@ class Call:
     keys: tuple[Any, ...]
     any_strides: frozenset[int]  # tensors that are keyed without their strides
     shares_containers: bool  # one list or dict is given in two places
+    read_only: frozenset[int] = frozenset()  # positions in arguments whose changes are dropped
+
+    def storages(self) -> dict[int, int]:
+        """The position of the first tensor in each memory, by storage."""
+        found: dict[int, int] = {}
+        for position, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor):
+                found.setdefault(storage_key(leaf), position)
+        return found
 
 
 _TENSOR, _SCALAR, _HOST, _SAME = "tensor", "scalar", "host", "same"
@@ -140,7 +150,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
     tensors: list[int] = []
     batch: int | None = None
     first_seen: dict[int, int] = {}
-    free, has_empty, odd_keys = containers.shape_of(spec)
+    free, several, odd_keys = containers.shape_of(spec)
     shares = repeats = False
     for position, leaf in enumerate(leaves):
         if type(leaf) not in _TENSORS:
@@ -159,7 +169,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         keys.append(key)
         if key[0] == _TENSOR:
             tensors.append(position)
-    if repeats or has_empty:
+    if repeats or several:
         pattern = containers.alias_pattern(root)
         keys.append((_SAME, pattern))
         shares = len(set(pattern)) != len(pattern)

@@ -8,6 +8,7 @@ that an argument, an address or a version shows.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -20,8 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# Parameters, buffers and submodules are guarded apart from this, hook dictionaries too.
+# Parameters, buffers and submodules are guarded apart from this, hook dictionaries too; the guards
+# look into the dicts that they know, which must still be those of the module.
+_HOLDERS = {"_parameters", "_buffers", "_modules"}
 _STANDARD = set(vars(nn.Module())) - {"training"}
+# Ours in a module's ``__dict__``: never restored, since another thread may attach or detach meanwhile.
+_ATTACHMENT = {"forward", "_old_forward", "__reduce_ex__", "_replicate_for_data_parallel"}
 _LARGEST_CONTAINER = 4096  # a longer list or dict is data; its length alone is compared
 _DEEPEST = 8  # diffusers keeps the counters of its step caches seven steps below a module
 _MOST_CELLS = 50_000  # beyond that it is a data set that hangs on the module
@@ -52,7 +57,7 @@ class ModuleState:
         self._members = {id(child) for _, child in members}
         for name, child in members:
             self._add_module(name, child)
-        self._quick = [cell.quick() for cell in self._cells if isinstance(cell, _Cell) and not cell.has_tensors]
+        self._quick = _quick([cell for cell in self._cells if isinstance(cell, _Cell) and not cell.has_tensors])
         self._rest = [cell for cell in self._cells if not isinstance(cell, _Cell) or cell.has_tensors]
 
     def difference(self) -> str | None:
@@ -67,8 +72,8 @@ class ModuleState:
     def _is_untouched(self) -> bool:
         """Whether everything is the very same object: the common case, decided mostly in C."""
         try:
-            for state, length, get, saved in self._quick:
-                if len(state) != length or not all(map(is_, get(state), saved)):
+            for states, lengths, get, saved in self._quick:
+                if list(map(len, states)) != lengths or not all(map(is_, _chained(map(get, states)), saved)):
                     return False
         except KeyError:  # an attribute is gone
             return False
@@ -87,7 +92,8 @@ class ModuleState:
     def _add_module(self, name: str, child: nn.Module) -> None:
         state = vars(child)
         where = f"{name}." if name else ""
-        self._add_cell(state, where, [key for key in state if key not in _STANDARD], depth=0)
+        keys = [key for key in state if key not in _STANDARD or key in _HOLDERS]
+        self._add_cell(state, where, keys, depth=0)
         if self._tensors:
             for holder in (child._buffers, child._parameters, child._modules):
                 self._cells.append(_Cell(holder, where, list(holder), True))
@@ -95,7 +101,8 @@ class ModuleState:
     def _add_cell(self, state: dict[Any, Any], where: str, keys: list[Any], depth: int) -> None:
         self._cells.append(_Cell(state, where, keys, self._tensors))
         for key in keys:
-            self._descend(state[key], f"{where}{key}", depth + 1)
+            if depth or key not in _HOLDERS:
+                self._descend(state[key], f"{where}{key}", depth + 1)
 
     def _descend(self, value: Any, where: str, depth: int) -> None:
         if isinstance(value, _OBJECTS_LEFT_ALONE) or depth > _DEEPEST or id(value) in self._seen:
@@ -126,7 +133,8 @@ class ModuleState:
                     self._cells += [_Cell(child._forward_hooks, where, [], False)]
                     self._cells += [_Cell(child._forward_pre_hooks, where, [], False)]
         elif isinstance(value, (list, set, tuple, deque)):
-            self._cells.append(_SequenceCell(value, where, self._tensors))
+            if type(value) is not tuple or any(map(_holds_tensor, value)):  # what a tuple holds cannot change
+                self._cells.append(_SequenceCell(value, where, self._tensors))
             if len(value) <= _LARGEST_CONTAINER:
                 for index, item in enumerate(value):
                     self._descend(item, f"{where}[{index}]", depth + 1)
@@ -144,6 +152,27 @@ class ModuleState:
                 self._descend(getattr(value, name), f"{where}.{name}", depth + 1)
 
 
+_Getter = Callable[[Any], tuple[Any, ...]]
+_chained = itertools.chain.from_iterable
+
+
+def _quick(cells: list[_Cell]) -> list[tuple[list[dict[Any, Any]], list[int], _Getter, list[Any]]]:
+    """What a check for identity needs, put together for all cells with the same keys.
+
+    Modules of one class have the same attributes: all of them are then looked at in C at once.
+    """
+    groups: dict[tuple[Any, ...], list[_Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.keys, []).append(cell)
+    return [
+        (
+            [cell.state for cell in group], [cell.length for cell in group], group[0].get,
+            list(_chained(cell.saved for cell in group)),
+        )
+        for group in groups.values()
+    ]  # fmt: skip
+
+
 def _is_foreign(value: Any) -> bool:
     """Objects of PyTorch and the standard library manage their own state; hookgraph's are ours."""
     return type(value).__module__.partition(".")[0] in (
@@ -159,60 +188,57 @@ def _is_foreign(value: Any) -> bool:
 class _Cell:
     """The attributes of one object, or the items of one dict."""
 
-    __slots__ = ("_get", "_keys", "_length", "_saved", "_state", "_tensor_tokens", "_tensors", "_where")
+    __slots__ = ("_tensor_tokens", "_tensors", "_where", "get", "keys", "length", "saved", "state")
 
     def __init__(self, state: dict[Any, Any], where: str, keys: list[Any], tensors: bool) -> None:
-        self._state, self._where, self._length, self._tensors = state, where, len(state), tensors
+        self.state, self._where, self.length, self._tensors = state, where, len(state), tensors
         self._tensor_tokens = {key: _token(state[key], tensors) for key in keys if _holds_tensor(state[key])}
-        self._keys = [key for key in keys if key not in self._tensor_tokens]
+        self.keys = tuple([key for key in keys if key not in self._tensor_tokens])
         # Twice the one key: for a single one, itemgetter would not return a tuple.
-        names = self._keys * 2 if len(self._keys) == 1 else self._keys
-        self._get: Callable[[Any], tuple[Any, ...]] = itemgetter(*names) if names else _nothing
-        self._saved = self._get(state)
+        names = self.keys * 2 if len(self.keys) == 1 else self.keys
+        self.get: _Getter = itemgetter(*names) if names else _nothing
+        self.saved = self.get(state)
 
     @property
     def has_tensors(self) -> bool:
         return bool(self._tensor_tokens)
 
-    def quick(self) -> tuple[dict[Any, Any], int, Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]:
-        """What a check for identity needs."""
-        return self._state, self._length, self._get, self._saved
-
     def changed(self) -> bool:
-        state = self._state
-        if len(state) != self._length:
+        state = self.state
+        if len(state) != self.length:
             return True
         try:
-            now = self._get(state)
-            if not all(map(_equal, now, self._saved)):
+            now = self.get(state)
+            if not all(map(_equal, now, self.saved)):
                 return True
             return not all(mark.fits(state[key]) for key, mark in self._tensor_tokens.items())
         except KeyError:  # an attribute is gone
             return True
 
     def _plain(self) -> dict[Any, Any]:
-        return dict(zip(self._keys, self._saved, strict=False))
+        return dict(zip(self.keys, self.saved, strict=False))
 
     def describe(self) -> str:
         known = {**self._plain(), **self._tensor_tokens}
         for key in known:
-            if key not in self._state:
+            if key not in self.state:
                 return f"{self._where}{key} was removed"
-        if len(self._state) != self._length:
-            new = [str(key) for key in self._state if key not in known and key not in _STANDARD]
+        if len(self.state) != self.length:
+            new = [str(key) for key in self.state if key not in known and key not in _STANDARD]
             return f"{self._where}{new[-1] if new else ''} is new"
         for key, old in self._plain().items():
-            if not _equal(self._state[key], old):
-                return f"{self._where}{key}: {_short(old)} -> {_short(self._state[key])}"
-        changed = [key for key, mark in self._tensor_tokens.items() if not mark.fits(self._state[key])]
+            if not _equal(self.state[key], old):
+                return f"{self._where}{key}: {_short(old)} -> {_short(self.state[key])}"
+        changed = [key for key, mark in self._tensor_tokens.items() if not mark.fits(self.state[key])]
         return f"{self._where}{changed[0] if changed else ''} holds another tensor"
 
     def restore(self) -> None:
         """Put back what was here; only for a snapshot that keeps tensors."""
         before = {**self._plain(), **{key: mark.restored() for key, mark in self._tensor_tokens.items()}}
-        for key in [key for key in self._state if key not in before and key not in _STANDARD]:
-            del self._state[key]
-        self._state.update(before)
+        ours = _ATTACHMENT if "_forward_hooks" in self.state else set()
+        for key in [key for key in self.state if key not in before and key not in _STANDARD | ours]:
+            del self.state[key]
+        self.state.update({key: value for key, value in before.items() if key not in ours})
 
 
 class _OrderCell:

@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hookgraph.errors import HookgraphError
+from hookgraph.frames import frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-STATS_SCHEMA = 1  # raised whenever a field is added, removed or changes its meaning
+STATS_SCHEMA = 2  # raised whenever a field is added, removed or changes its meaning
 
 _MIB = 1 << 20
 _OUTCOMES = ("warmups", "captures", "replays", "eager", "errors")
 
 
-class _Shown:
+class Shown:
     """Shows itself as a table: ``rich.print(x)``, ``print(x)``, or the last line of a notebook cell."""
 
     __slots__ = ()
@@ -72,7 +73,7 @@ class SignatureStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModuleStats(_Shown):
+class ModuleStats(Shown):
     """Count what became of the calls of one attached module.
 
     Args:
@@ -82,6 +83,10 @@ class ModuleStats(_Shown):
         details: for each reason, examples of what was seen and how often.
         invalidations: how often retained graphs were given up because the module changed.
         bytes: static inputs, static outputs and what of the pool belongs to this module alone.
+        unretained: signatures that ``max_graphs`` kept out, each with its calls, the most frequent first; beyond 32
+            the others are one entry, the last.
+        varied: for each path, in how many calls it differed from the nearest retained signature, of those that ran
+            eager for ``limit`` or ``scalar_churn``.
     """
 
     name: str
@@ -98,6 +103,13 @@ class ModuleStats(_Shown):
     invalidations: int = 0
     bytes: int = 0
     signatures: tuple[SignatureStats, ...] = ()
+    unretained: tuple[tuple[str, int], ...] = ()
+    varied: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The name; for the model itself, that of its class."""
+        return self.name or self.class_name
 
     @property
     def balanced(self) -> bool:
@@ -105,11 +117,11 @@ class ModuleStats(_Shown):
         return _balances(self)
 
     def __repr__(self) -> str:
-        return f"ModuleStats({self.name or self.class_name}: {_counts_line(self)}; {_holdings(self.signatures, self.bytes)})"
+        return f"ModuleStats({self.label}: {_counts_line(self)}; {_holdings(self.signatures, self.bytes)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Stats(_Shown):
+class Stats(Shown):
     """Count what became of every call of the attached modules.
 
     ``print(stats)`` and a notebook show it as a table; ``to_dict()`` gives it to a service.
@@ -163,12 +175,30 @@ class Stats(_Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain dicts, lists, strings and ints, with the ``schema`` they follow."""
-        modules = [asdict(module) | {"signatures": [asdict(s) for s in module.signatures]} for module in self.modules]
-        return {"schema": STATS_SCHEMA} | asdict(self) | {"modules": modules}
+        return {"schema": STATS_SCHEMA} | asdict(self) | {"modules": list(map(_module_to_dict, self.modules))}
 
     def to_json(self, indent: int | None = None) -> str:
         """Give ``to_dict()`` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    def to_frame(self, rows: str = "signatures") -> Any:
+        """Give the counts as a ``pandas.DataFrame``.
+
+        Args:
+            rows: ``"signatures"`` for one row a signature, or ``"modules"`` for one row a module.
+
+        Raises:
+            HookgraphError: pandas is not installed, or ``rows`` is something else.
+        """
+        if rows not in ("signatures", "modules"):
+            raise HookgraphError(f"to_frame(rows={rows!r}): one row is one of 'signatures' or 'modules'")
+        modules = [{"module": module.label, **asdict(module)} for module in self.modules]
+        if rows == "modules":
+            return frame([{name: module[name] for name in _MODULE_COLUMNS} for module in modules], _MODULE_COLUMNS)
+        signatures = [
+            {"module": module["module"], **signature} for module in modules for signature in module["signatures"]
+        ]
+        return frame(signatures, ["module", *SignatureStats.__dataclass_fields__])
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Stats:
@@ -179,9 +209,11 @@ class Stats(_Shown):
         """
         schema = data.get("schema")
         if schema != STATS_SCHEMA:
+            newer = isinstance(schema, int) and schema > STATS_SCHEMA
             raise HookgraphError(
                 f"stats: cannot read schema {schema!r}, this version reads {STATS_SCHEMA}. "
-                "Read it with the hookgraph that wrote it, or record it again."
+                + ("Upgrade hookgraph" if newer else "Read it with the hookgraph that wrote it")
+                + ", or record it again."
             )
         try:
             fields = {key: value for key, value in data.items() if key != "schema"}
@@ -206,8 +238,11 @@ class Stats(_Shown):
 
     def __repr__(self) -> str:
         signatures = [signature for module in self.modules for signature in module.signatures]
-        modules = _plural(len(self.modules), "module")
+        modules = plural(len(self.modules), "module")
         return f"Stats({_counts_line(self)}; {modules}, {_holdings(signatures, self.bytes)})"
+
+
+_MODULE_COLUMNS = ["module", "class_name", "backend", "calls", *_OUTCOMES, "invalidations", "bytes"]
 
 
 def format_mib(size: int) -> str:
@@ -223,18 +258,28 @@ def _balances(counted: Stats | ModuleStats) -> bool:
 def _counts_line(counted: Stats | ModuleStats) -> str:
     """``40 calls = 2 warmups + 2 captures + 36 replays``; outcomes that never happened are left out."""
     shown = [f"{getattr(counted, outcome)} {outcome}" for outcome in _OUTCOMES if getattr(counted, outcome)]
-    calls = _plural(counted.calls, "call")
+    calls = plural(counted.calls, "call")
     return f"{calls} = {' + '.join(shown)}" if shown else calls
 
 
 def _holdings(signatures: Iterable[SignatureStats], size: int) -> str:
-    return f"{_plural(len(tuple(signatures)), 'signature')}, {format_mib(size)} MiB"
+    return f"{plural(len(tuple(signatures)), 'signature')}, {format_mib(size)} MiB"
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """``1 call``, ``2 calls``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _module_to_dict(module: ModuleStats) -> dict[str, Any]:
+    lists = {
+        "signatures": [asdict(s) for s in module.signatures],
+        "unretained": [list(pair) for pair in module.unretained],
+    }
+    return asdict(module) | lists
 
 
 def _module_from_dict(data: Mapping[str, Any]) -> ModuleStats:
     signatures = tuple(SignatureStats(**signature) for signature in data["signatures"])
-    return ModuleStats(**{**data, "signatures": signatures})
+    unretained = tuple((summary, calls) for summary, calls in data["unretained"])
+    return ModuleStats(**{**data, "signatures": signatures, "unretained": unretained})

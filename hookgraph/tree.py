@@ -35,6 +35,20 @@ def paths(spec: TreeSpec) -> list[str]:
     return [_words(path) for path in spec.paths()]
 
 
+def classes(spec: TreeSpec) -> dict[str, str]:
+    """What lies where in a flattened ``(args, kwargs)``: the class of each container, ``value`` for a leaf."""
+    found: dict[str, str] = {}
+
+    def visit(node: TreeSpec, where: str) -> None:
+        found[where] = "value" if node.is_leaf() else getattr(node.type, "__name__", str(node.type))
+        for entry, child in zip(node.entries(), node.children(), strict=True):
+            visit(child, where + _step(entry))
+
+    for root, child in zip(("args", "kwargs"), spec.children(), strict=True):
+        visit(child, root)
+    return found
+
+
 def output_paths(spec: TreeSpec) -> list[str]:
     """Where each leaf of an output lies: ``output[0]['x']``."""
     return ["output" + "".join(_step(entry) for entry in path) for path in spec.paths()]

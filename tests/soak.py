@@ -1031,6 +1031,10 @@ class Tally:
     captures: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
+    def fail(self, seed: int, note: str) -> None:
+        self.mismatches.append((seed, note))
+        print(f"seed {seed}: {note}", file=sys.stderr, flush=True)  # at once, for a run that takes hours
+
     def add(self, outcomes: list[str]) -> None:
         self.calls += len(outcomes)
         for outcome in outcomes:
@@ -1248,9 +1252,9 @@ def run(seeds: range, tally: Tally, without: frozenset[str] = frozenset(), verbo
         try:
             run_plan(plan, tally, verbose)
         except ParityError as error:
-            tally.mismatches.append((seed, str(error)))
+            tally.fail(seed, str(error))
         except Exception as error:
-            tally.mismatches.append((seed, f"crash: {error!r}"))
+            tally.fail(seed, f"crash: {error!r}")
         tally.sequences += 1
     return tally
 

@@ -12,8 +12,14 @@ import torch
 import hookgraph
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["docs/quickstart.md", "docs/limits.md", "docs/index.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "docs").rglob("*.md")
+    if "_build" not in path.parts and BLOCK.search(path.read_text(encoding="utf-8"))
+)
+FOOTNOTE = re.compile(r"^\[\^([\w-]+)\]: (.*)$", re.MULTILINE)
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?`")
 TABLE = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULES = sorted({"hookgraph", *(m.name for m in pkgutil.walk_packages(hookgraph.__path__, "hookgraph."))})
 
@@ -98,3 +104,49 @@ def test_api_page_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\.\. auto\w+:: hookgraph\.(\w+)", page, re.MULTILINE))
     assert shown == set(hookgraph.__all__) - {"__version__"}
+
+
+def test_there_are_pages_with_examples():
+    assert {"docs/quickstart.md", "docs/how_it_works.md", "docs/guides/services.md"} <= set(PAGES)
+
+
+# -- docs/limits.md: each statement is backed by tests ------------------------------------------------
+
+LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").partition("\n## Backed by\n")
+
+
+def statements():
+    """Each row of the table, and each paragraph that begins with a bold sentence."""
+    rows = re.findall(r"^\| (?!what \|)(.+)$", LIMITS[0], re.MULTILINE)
+    return [*rows, *(part for part in LIMITS[0].split("\n\n") if part.startswith("**"))]
+
+
+@pytest.mark.parametrize("statement", statements(), ids=lambda text: text[:40])
+def test_each_limit_names_its_tests(statement):
+    (mark,) = re.findall(r"\[\^([\w-]+)\]", statement)
+    backing = dict(FOOTNOTE.findall(LIMITS[2]))
+    named = TEST.findall(backing[mark])
+    assert len(named) == backing[mark].count("::") > 0
+    for path, function, case in named:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^def {function}\(", source, re.MULTILINE), f"{path} has no {function}"
+        assert not case or f'"{case}"' in source, f"{path} has no case {case}"
+
+
+def test_each_footnote_of_the_limits_is_used():
+    assert {mark for mark, _ in FOOTNOTE.findall(LIMITS[2])} == set(re.findall(r"\[\^([\w-]+)\]", LIMITS[0]))
+
+
+def test_each_reason_of_the_table_exists():
+    shown = {word for row in statements() if " | " in row for word in re.findall(r"`(\w+)`", row.split(" | ")[2])}
+    assert shown <= {reason.value for reason in hookgraph.FallbackReason}
+    assert len(shown) > 20
+
+
+# -- figures --------------------------------------------------------------------------------------------
+
+
+def test_no_page_names_a_result_that_is_not_there():
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"results/(\w+\.json)", path.read_text(encoding="utf-8")):
+            assert (ROOT / "docs" / "results" / name).exists(), f"{path} names {name}"

@@ -28,7 +28,7 @@ GRAPHS_OF_CUDA = re.compile(
 RICH_FILES = {"tables.py", "cli/demo.py"}
 # Values that are read, not made, by a user; an example of theirs is one of the name that makes them.
 NO_EXAMPLE = {
-    "AttachError", "CaptureError", "FallbackError", "HookgraphError", "HookgraphWarning", "ModuleStats", "Signature",
+    "AttachError", "CallRecord", "CloneIO", "CaptureError", "FallbackError", "HookgraphError", "HookgraphWarning", "ModuleStats", "Signature",
     "SignatureStats",
 }  # fmt: skip
 WITH_EXAMPLE = [name for name in PUBLIC if name not in NO_EXAMPLE]

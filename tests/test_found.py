@@ -9,6 +9,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +260,17 @@ def test_a_buffer_changes_its_geometry_in_place(change: Callable[[Any], Any]) ->
         steadily(twins, 3)
 
 
+def test_a_view_in_an_attribute_has_exchanged_its_memory_and_is_written() -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        m.table.add_(1)
+        return m.linear(v) + m.table
+
+    with build(forward, lambda: {"bank": SimpleNamespace(rows=torch.zeros(2, 4))}) as twins:
+        twins.apply(lambda module: setattr(module, "table", module.bank.rows[0]))
+        twins.apply(lambda module: setattr(module.table, "data", torch.ones(4)))
+        steadily(twins, 6)
+
+
 class InASlot:
     """Holds a tensor where no walk over ``__dict__`` finds it."""
 
@@ -497,6 +509,19 @@ def test_keys_of_a_dict_that_compare_equal(other: Any) -> None:
         steadily(twins, 3, lambda: (torch.arange(4) > 1, {other: x(1)}))
 
 
+def test_one_list_of_numbers_is_given_twice() -> None:
+    def forward(m: Any, v: torch.Tensor, *, one: list[int], other: list[int]) -> torch.Tensor:
+        one.append(2)
+        return v * len(other)
+
+    with build(forward) as twins:
+        for _ in range(5):
+            twins(x(), one=[1], other=[1])
+        for _ in range(3):
+            bag = Both([1], [1])
+            twins(x(), one=bag, other=bag)
+
+
 def test_the_fast_path_of_attention_is_switched_off() -> None:
     # In a parent: a layer that has hooks itself, ours or anybody's, gives up its fast path.
     with Twins.build(lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))) as twins:
@@ -536,6 +561,33 @@ def test_a_zero_in_a_container_changes_its_sign() -> None:
 
     with build(forward) as twins:
         steadily(twins, 6, lambda: (x(), {"k": 0.0}))
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5], ids=["at_the_capture", "at_the_proof", "at_a_replay"])
+def test_eager_refuses_to_write_to_an_inference_tensor(calls: int) -> None:
+    with build(lambda m, v: m.linear(v.mul_(2))) as twins:
+        steadily(twins, calls)
+        with torch.inference_mode():
+            frozen = Both(torch.ones(2, 4), torch.ones(2, 4))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                twins(frozen)
+        steadily(twins, 4)
+        assert twins.count("replays") >= 2
+
+
+@pytest.mark.parametrize("what", ["argument", "parameter"])
+@pytest.mark.parametrize(
+    "view", [torch.Tensor.detach, lambda v: v.view(-1), lambda v: v.data], ids=["detach", "view", "data"]
+)
+def test_a_view_requires_gradients_only_where_eager_s_does(what: str, view: Callable[[Any], Any]) -> None:
+    def forward(m: Any, v: torch.Tensor) -> Any:
+        return m.linear(v), view(v if what == "argument" else m.linear.weight)
+
+    with build(forward) as twins:
+        for _ in range(5):
+            value = torch.randn(2, 4)
+            twins(Both(value.clone().requires_grad_(), value.clone().requires_grad_()))
 
 
 def test_a_lazy_conjugate_is_resolved() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import hookgraph
-from tests.modules import Does, Drops, Fragile, Norms, Rope, Scaled, StepCache, mlp
+from tests.modules import Does, Drops, Norms, Rope, Scaled, StepCache, mlp
 from tests.parity import Both, Twins, check_balance
 from tests.residue import Watch
 
@@ -746,77 +744,6 @@ def test_a_wrong_shape_is_torch_s_own_error() -> None:
         assert twins.outcomes[-2:] == ["replays"] * 2
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, torch.OutOfMemoryError], ids=lambda e: e.__name__)
-def test_hg_33_a_failed_capture_costs_one_eager_call(error: type[Exception]) -> None:
-    """Run 1 is the warm-up, run 2 the capture; the same call gets its eager value from run 3."""
-    module = Fragile("capture", fail_at=(2,), error=error)
-    other = mlp()
-    handle, second = hookgraph.attach(module), hookgraph.attach(other)
-    module(X)
-    expected = module.linear(X).relu()
-    assert torch.equal(module(X), expected)
-    assert Fragile.runs["capture"] == 3
-    stats = handle.stats
-    assert (stats.warmups, stats.captures, stats.eager, stats.errors) == (1, 0, 1, 0)
-    assert stats.reasons == {"capture_failed": 1}
-    (detail,) = stats.modules[0].details["capture_failed"]
-    assert "run 2 fails" in detail
-    for _ in range(4):  # not tried again and again
-        assert torch.equal(module(X), expected)
-    assert handle.stats.reasons == {"capture_failed": 5}
-    assert Fragile.runs["capture"] == 7
-    for rows in (3, 3, 3):  # the next signature captures
-        module(torch.randn(rows, 4))
-    assert handle.stats.replays == 1
-    for _ in range(3):
-        other(X)
-    assert second.stats.replays == 1
-
-
-def test_hg_33_an_error_in_both_the_capture_and_eager() -> None:
-    module = Fragile("both", fail_at=(2, 3))
-    handle = hookgraph.attach(module)
-    module(X)
-    with pytest.raises(RuntimeError, match="run 3 fails"):
-        module(X)
-    assert torch.equal(module(X), module.linear(X).relu())
-    check_balance(handle.stats)
-    assert handle.stats.errors == 1
-
-
-@pytest.mark.parametrize("run", [1, 2], ids=["in the warm-up", "in the capture"])
-def test_hg_33_an_interruption(run: int) -> None:
-    """KeyboardInterrupt is no failed capture: it is raised again, and all is as it was."""
-    module = Fragile("interrupt", fail_at=(run,), error=KeyboardInterrupt)
-    handle = hookgraph.attach(module)
-    for _ in range(run - 1):
-        module(X)
-    with pytest.raises(KeyboardInterrupt, match="fails"):
-        module(X)
-    check_balance(handle.stats)
-    assert gc.isenabled()
-    expected = module.linear(X).relu()
-    for _ in range(5):
-        assert torch.equal(module(X), expected)
-    assert handle.stats.replays >= 1
-    check_balance(handle.stats)
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize("fails", [False, True], ids=["capture", "failed capture"])
-def test_hg_53_the_garbage_collector_is_put_back_as_it_was(enabled: bool, fails: bool) -> None:
-    module = Fragile("gc", fail_at=(2,) if fails else ())
-    hookgraph.attach(module)
-    try:
-        if not enabled:
-            gc.disable()
-        for _ in range(4):
-            module(X)
-            assert gc.isenabled() is enabled
-    finally:
-        gc.enable()
-
-
 def test_a_forward_that_calls_the_garbage_collector() -> None:
     with Twins.build(lambda: Does(lambda m, x: (gc.collect(), m.linear(x))[1])) as twins:
         calls(twins, 4)
@@ -876,38 +803,6 @@ def test_hg_37_every_path_balances() -> None:
         call(X)
     assert handle.stats.replays >= 1
     assert handle.stats.errors >= 1
-
-
-@pytest.mark.filterwarnings("ignore:.* runs eager. limit")
-def test_many_threads() -> None:
-    """Balance and parity from eight threads that start on a cold module together."""
-    module = mlp()
-    plain = copy.deepcopy(module)
-    handle = hookgraph.attach(module, max_graphs=3)
-    wrong: list[Any] = []
-    barrier = threading.Barrier(8)
-
-    def work(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        barrier.wait()
-        with torch.no_grad():
-            for step in range(25):
-                x = torch.randn(1 + (seed + step) % 4, 4, generator=generator)
-                got = module(x)
-                if not torch.equal(got, plain(x)):
-                    wrong.append((seed, step))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert handle.stats.calls == 200
-    check_balance(handle.stats)
-    assert handle.stats.errors == 0
-    assert handle.stats.replays > 0
-    assert set(handle.stats.reasons) <= {"busy", "limit"}
 
 
 # -- on_fallback ------------------------------------------------------------------------------------------------

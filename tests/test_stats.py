@@ -47,6 +47,8 @@ def module(**changes: object) -> ModuleStats:
         invalidations=1,
         bytes=100,
         signatures=(signature(),),
+        unretained=(("x f32 (4,3)", 2),),
+        varied={"kwargs['x']": 2},
     )
     return replace(plain, **changes)
 
@@ -100,7 +102,7 @@ def test_to_dict_is_json_and_comes_back_equal() -> None:
     stats = Stats.of([module(), module(name="")], pool_bytes=3)
     data = stats.to_dict()
 
-    assert data["schema"] == STATS_SCHEMA == 1
+    assert data["schema"] == STATS_SCHEMA == 2
     assert json.loads(json.dumps(data)) == data
     assert Stats.from_dict(data) == stats
     assert Stats.from_json(stats.to_json(indent=2)) == stats
@@ -121,6 +123,7 @@ def test_fields_of_the_schema() -> None:
     assert list(data) == ["schema", *counts, "reasons", "bytes", "pool_bytes", "modules"]
     assert list(data["modules"][0]) == [
         *["name", "class_name", "backend"], *counts, *["reasons", "details", "invalidations", "bytes", "signatures"],
+        *["unretained", "varied"],
     ]  # fmt: skip
     assert list(data["modules"][0]["signatures"][0]) == [
         *["summary", "state"], *counts, *["detail", "input_bytes", "output_bytes", "capture_ns", "nodes"],
@@ -130,7 +133,7 @@ def test_fields_of_the_schema() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param({"schema": 2}, r"cannot read schema 2, this version reads 1", id="a later schema"),
+        pytest.param({"schema": 3}, r"cannot read schema 3, this version reads 2", id="a later schema"),
         pytest.param({"schema": None}, r"cannot read schema None", id="no schema"),
         pytest.param({"speed": 1}, r"not what to_dict\(\) gives.*speed", id="an unknown field"),
         pytest.param({"modules": [{"name": "x"}]}, r"not what to_dict\(\) gives.*signatures", id="a module cut short"),
@@ -172,3 +175,38 @@ def test_reading_numbers_loads_no_rich() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_frame_has_a_row_a_signature() -> None:
+    stats = Stats.of([module(), module(name="", signatures=(signature(), signature(summary="y", calls=9)))])
+    shown = stats.to_frame()
+    assert list(shown.columns) == ["module", *SignatureStats.__dataclass_fields__]
+    assert list(shown["module"]) == ["transformer", "Transformer", "Transformer"]
+    assert list(shown["summary"]) == ["x f32 (2,3)", "x f32 (2,3)", "y"]
+    assert list(shown["calls"]) == [7, 7, 9]
+    assert list(shown["capture_ns"]) == [1_500_000] * 3
+
+
+def test_frame_has_a_row_a_module() -> None:
+    shown = Stats.of([module(), module(name="vae", replays=6, eager=2)]).to_frame("modules")
+    assert list(shown["module"]) == ["transformer", "vae"]
+    assert list(shown["replays"]) == [5, 6]
+    assert list(shown["bytes"]) == [100, 100]
+
+
+@pytest.mark.parametrize("rows", ["signatures", "modules"])
+def test_frame_of_nothing_has_its_columns(rows: str) -> None:
+    shown = Stats.of([]).to_frame(rows)
+    assert len(shown) == 0
+    assert {"module", "calls", "replays"} <= set(shown.columns)
+
+
+def test_frame_of_other_rows_is_refused() -> None:
+    with pytest.raises(HookgraphError, match=r"rows='reasons'.*'signatures' or 'modules'"):
+        Stats.of([]).to_frame("reasons")
+
+
+def test_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(HookgraphError, match=r"pip install 'hookgraph\[notebook\]'"):
+        Stats.of([]).to_frame()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hookgraph import tables
+from hookgraph.counters import Outcome
+from hookgraph.recording import CallRecord
 from hookgraph.stats import ModuleStats, SignatureStats, Stats
 
 MIB = 1 << 20
@@ -172,6 +175,46 @@ Expert, backend cuda
 """
 
 
+def call(milliseconds: float | None, outcome: Outcome, **changes: Any) -> CallRecord:
+    plain: dict[str, Any] = {
+        "start_ns": 0, "duration_ns": None if milliseconds is None else round(milliseconds * 1e6), "outcome": outcome,
+        "module": "transformer", "reason": None, "signature": "", "signature_id": None, "thread": 1,
+    }  # fmt: skip
+    return CallRecord(**plain | changes)
+
+
+CALLS = [
+    call(1_031.2, Outcome.WARMUP),
+    call(23.1, Outcome.CAPTURE),
+    *(call(0.5 + step / 100, Outcome.REPLAY) for step in range(20)),
+    call(9.75, Outcome.EAGER, module="vae", reason="limit"),
+    call(None, Outcome.EAGER, module="vae", reason="displaced"),
+]
+
+RECORDING_TEXT = """
+recording, host time
+
+  module        outcome   calls   median ms     p90 ms   slowest ms     sum ms
+ ──────────────────────────────────────────────────────────────────────────────
+  transformer   warmup        1    1,031.20   1,031.20     1,031.20   1,031.20
+  transformer   capture       1       23.10      23.10        23.10      23.10
+  transformer   replay       20        0.59       0.67         0.69      11.90
+  vae           eager         2        9.75       9.75         9.75       9.75
+ ──────────────────────────────────────────────────────────────────────────────
+  total                      24                                       1,075.95
+"""
+
+
+def test_recording_is_golden() -> None:
+    text = "\n".join(line.rstrip() for line in drawn(tables.recording_table(CALLS)).splitlines())
+    assert f"\n{text.strip()}\n" == RECORDING_TEXT
+
+
+def test_a_recording_of_unserved_calls_has_no_times() -> None:
+    row = drawn(tables.recording_table([call(None, Outcome.EAGER, reason="displaced")])).splitlines()[-2]
+    assert row.split() == ["transformer", "eager", "1"]
+
+
 def drawn(table: Table) -> str:
     console = Console(width=tables.WIDTH, file=io.StringIO(), record=True)
     console.print(table)
@@ -203,6 +246,7 @@ def test_a_module_that_was_never_called() -> None:
         pytest.param(tables.modules_table(FULL), id="modules"),
         pytest.param(tables.signatures_table(qwen_image()), id="signatures"),
         pytest.param(tables.reasons_table([qwen_image()], FULL.reasons), id="reasons"),
+        pytest.param(tables.recording_table(CALLS), id="recording"),
     ],
 )
 def test_columns_add_up(table: Table) -> None:
@@ -233,6 +277,7 @@ def test_no_line_is_wider_than_the_terminal_or_115_columns(width: int) -> None:
 def test_no_table_has_more_than_eight_columns() -> None:
     module = qwen_image()
     drawn_tables = [tables.modules_table(FULL), tables.signatures_table(module), tables.reasons_table([module], {})]
+    drawn_tables.append(tables.recording_table(CALLS))
     assert all(len(table.columns) <= 8 for table in drawn_tables)
 
 
@@ -303,5 +348,5 @@ def test_colours_are_told_apart_by_the_colour_blind() -> None:
 
 
 def test_only_stats_can_be_shown() -> None:
-    with pytest.raises(TypeError, match="needs Stats or ModuleStats, not Text"):
+    with pytest.raises(TypeError, match="needs Stats, ModuleStats or a Recording, not Text"):
         tables.view(Text("x"))

@@ -64,8 +64,12 @@ class Backend(Protocol):
         """
         ...
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Hold other users of the pool off, on the host and in the order of device work."""
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Holds other users of the pool off, on the host and in the order of device work.
+
+        One object, entered again and again, also from inside itself.
+        """
         ...
 
     @property
@@ -131,8 +135,8 @@ def capture_surroundings() -> Iterator[None]:
     """
     with _capturing, autocast_weights_uncached():
         collecting = gc.isenabled()
-        gc.disable()
-        try:
+        try:  # a KeyboardInterrupt may come right after the next line
+            gc.disable()
             yield
         finally:
             if collecting:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,41 +48,12 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lock = threading.RLock()
-        self._depth = 0
         self._stream = _streams.take(device)
         weakref.finalize(self, _streams.give_back, device, self._stream).atexit = False
         self._pool: torch.cuda.MemPool | None = None
         self._torch_pool: Any = None
         self._graphs = 0
-        with torch.cuda.device(device):
-            self._finished = _TorchMark(device) if runtime is None else _RawMark()
-        self._last_stream: int | None = None
-
-    # -- turns ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._lock:
-            self._depth += 1
-            try:
-                if self._depth == 1:
-                    self._follow_last_turn()
-                yield
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self._mark_end()
-
-    def _follow_last_turn(self) -> None:
-        stream = _current_stream(self.device.index)
-        if self._last_stream is not None and stream != self._last_stream:
-            self._finished.make_wait(stream)
-        self._last_stream = stream
-
-    def _mark_end(self) -> None:
-        # Recorded each time: when the stream changes, the old one may no longer exist.
-        self._finished.record(_current_stream(self.device.index))
+        self.turn = _Turn(device)
 
     def refuses(self, module: torch.nn.Module) -> Fallback | None:
         return None
@@ -95,7 +65,7 @@ class CudaBackend:
     ) -> tuple[Graph, Any]:
         raw = runtime is not None and not draws_random_numbers
         record = self._capture_raw if raw else self._capture_with_torch
-        with self.turn(), torch.cuda.device(self.device), capture_surroundings(), hide_capture.active():
+        with self.turn, torch.cuda.device(self.device), capture_surroundings(), hide_capture.active():
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._warm_up_libraries()
@@ -197,12 +167,12 @@ class CudaBackend:
 
     def added(self) -> None:
         """Note that one more graph lives in the pool."""
-        with self._lock:
+        with self.turn.lock:
             self._graphs += 1
 
     def removed(self) -> None:
         """Note that a graph was destroyed; with the last one goes the pool, and its memory."""
-        with self._lock:
+        with self.turn.lock:  # not while another thread captures into the pool
             self._graphs -= 1
             if not self._graphs:
                 self._pool = self._torch_pool = None
@@ -221,7 +191,49 @@ class CudaBackend:
     def wait(self) -> None:
         """Let the device finish all launches, so that memory they use can be given back."""
         if not stream_is_capturing():
-            self._finished.synchronize()
+            self.turn.synchronize()
+
+
+class _Turn:
+    """One user of a pool at a time, on the host by a lock and on the device by an event between streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self.lock = threading.RLock()
+        self._depth = 0
+        self._last_stream: int | None = None
+        with torch.cuda.device(device):
+            self._finished = _TorchMark(device) if runtime is None else _RawMark()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            try:
+                self._follow_last_turn()
+            except BaseException:
+                self._depth -= 1
+                self.lock.release()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._depth -= 1
+            if not self._depth:
+                # Recorded each time: when the stream changes, the old one may no longer exist.
+                self._finished.record(_current_stream(self._index))
+        finally:
+            self.lock.release()
+
+    def _follow_last_turn(self) -> None:
+        stream = _current_stream(self._index)
+        if self._last_stream is not None and stream != self._last_stream:
+            self._finished.make_wait(stream)
+        self._last_stream = stream
+
+    def synchronize(self) -> None:
+        """Let the device finish the work of all turns so far."""
+        self._finished.synchronize()
 
 
 def _current_stream(index: int) -> int:

@@ -12,8 +12,7 @@ A rehearsal: the same decisions, counters and most failures as on a GPU, without
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import tree
-from hookgraph.audit import reads_back, source_line, told, written_tensors
+from hookgraph.audit import draws, reads_back, source_line, told, written_tensors
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
 from hookgraph.private_torch import compiled_part, storage_key
@@ -37,12 +36,7 @@ class TapeBackend:
     name = "tape"
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._lock:
-            yield
+        self.turn = threading.RLock()
 
     @property
     def pool_bytes(self) -> int:
@@ -66,7 +60,8 @@ class TapeBackend:
             raise error if isinstance(error, CaptureError) else CaptureError(told(error)) from error
         finally:
             recorder.put_back()
-            torch.set_rng_state(random_state)  # recording has to execute, a capture does not
+            if tape.draws:  # recording has to execute, a capture does not; other threads draw from it, too
+                torch.set_rng_state(random_state)
         if not tape.operators:
             raise CaptureError("the forward ran no operator")
         return tape, output
@@ -77,6 +72,30 @@ _REPOINTS = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"
 _RESHAPES_IN_PLACE = _REPOINTS | {
     f"aten::{name}_" for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided", "detach")
 }  # fmt: skip
+
+
+# Structured operators: the functional overload and the one with ``out=`` are one kernel, so these can
+# write their static output themselves (https://github.com/pytorch/rfcs/blob/rfc-0005/RFC-0005-structured-kernel-definitions.md).
+_STRUCTURED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_softmax", "add", "addmm", "bmm", "cat", "cos", "div", "exp", "gelu", "mean", "mm", "mul", "neg", "pow",
+        "rsqrt", "sigmoid", "silu", "sin", "sub", "sum", "tanh",
+    )
+)  # fmt: skip
+
+
+def _with_out(function: Any) -> Any:
+    """The overload of a structured operator that writes to ``out``; None for any other."""
+    if function._schema.name not in _STRUCTURED:
+        return None
+    known = function._schema.arguments
+    for name in function.overloadpacket.overloads():
+        other = getattr(function.overloadpacket, name)
+        *rest, last = other._schema.arguments
+        if last.name == "out" and [(a.name, str(a.type)) for a in rest] == [(a.name, str(a.type)) for a in known]:
+            return other
+    return None
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,27 +130,48 @@ class _Pointer:
 class _Step:
     """One recorded operator: how to run it again, and where its results go."""
 
-    __slots__ = ("_function", "_leaves", "_pointers", "_results", "_spec")
+    __slots__ = ("_args", "_function", "_kwargs", "_leaves", "_pointers", "_result", "_results", "_spec", "_top")
 
     def __init__(
         self, function: Any, leaves: list[Any], spec: tree.TreeSpec, results: list[tuple[int, torch.Tensor]]
     ) -> None:
         self._function, self._leaves, self._spec, self._results = function, leaves, spec, results
+        self._args, self._kwargs = tree.rebuild(spec, leaves)
         self._pointers = [index for index, leaf in enumerate(leaves) if isinstance(leaf, _Pointer)]
+        self._top = [index for index, value in enumerate(self._args) if isinstance(value, _Pointer)]
+        # Nearly every operator has one result, and its pointers straight among its arguments.
+        self._result = results[0][1] if len(results) == 1 and len(function._schema.returns) == 1 else None
+        direct = _with_out(function) if self._result is not None else None
+        if direct is not None:
+            self._function, self._kwargs = direct, {**self._kwargs, "out": self._result}
+            self._leaves, self._spec = tree.flatten((tuple(self._args), self._kwargs))
+            self._pointers = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, _Pointer)]
+            self._result, self._results = None, []
 
     def run(self) -> None:
-        leaves = self._leaves
-        if self._pointers:
-            leaves = list(leaves)
-            tensors = {pointer: pointer.tensor() for pointer in {leaves[index] for index in self._pointers}}
-            for index in self._pointers:
-                leaves[index] = tensors[leaves[index]]
-        args, kwargs = tree.rebuild(self._spec, leaves)
-        out = self._function(*args, **kwargs)
-        if self._results:
+        if not self._pointers:
+            out = self._function(*self._args, **self._kwargs)
+        elif len(self._pointers) == len(self._top) == 1:
+            args = list(self._args)
+            args[self._top[0]] = args[self._top[0]].tensor()
+            out = self._function(*args, **self._kwargs)
+        else:
+            out = self._run_with_pointers()
+        if isinstance(out, torch.Tensor) and self._result is not None:
+            self._result.copy_(out)
+        elif self._results:
             fresh, _ = tree.flatten(out)
             for index, static in self._results:
                 static.copy_(fresh[index])
+
+    def _run_with_pointers(self) -> Any:
+        leaves = list(self._leaves)
+        # Kernels ask whether two arguments are one object: one pointer gives one tensor.
+        tensors = {pointer: pointer.tensor() for pointer in {leaves[index] for index in self._pointers}}
+        for index in self._pointers:
+            leaves[index] = tensors[leaves[index]]
+        args, kwargs = tree.rebuild(self._spec, leaves)
+        return self._function(*args, **kwargs)
 
 
 class Tape:
@@ -142,6 +182,8 @@ class Tape:
         self._owned: list[torch.Tensor] = list(static_inputs)
         self._made = {storage_key(tensor) for tensor in static_inputs}
         self._inputs = len(self._owned)
+        self._written: dict[int, _Pointer] = {}
+        self.draws = False  # whether an operator draws random numbers
 
     @property
     def operators(self) -> int | None:
@@ -154,10 +196,20 @@ class Tape:
         return sum(size for key, size in storages.items() if key not in inputs)
 
     def launch(self) -> None:
-        # What autocast did is among the operators already; around fp32 parts it must not act again.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for step in self._steps:
-                step.run()
+        storages = [pointer.tensor().untyped_storage() for pointer in self._written.values()]
+        before = [storage.clone() for storage in storages]
+        random_state = torch.get_rng_state() if self.draws else None
+        try:
+            # What autocast did is among the operators already; around fp32 parts it must not act again.
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for step in self._steps:
+                    step.run()
+        except BaseException:  # a launch that fails on a GPU has done nothing
+            for storage, saved in zip(storages, before, strict=True):
+                storage.copy_(saved)
+            if random_state is not None:
+                torch.set_rng_state(random_state)
+            raise
 
     def release(self) -> None:
         self._steps.clear()
@@ -178,6 +230,10 @@ class Tape:
         leaves, spec = tree.flatten(((_as_it_is(tensor), value), {}))
         self._steps.append(_Step(torch.ops.aten.copy_.default, leaves, spec, []))
         self._owned.append(value)
+
+    def will_write(self, tensor: torch.Tensor) -> None:
+        """Note memory of others that a launch writes."""
+        self._written.setdefault(storage_key(tensor), _Pointer(tensor))
 
     def add(self, function: Any, args: Any, kwargs: Any, out: Any, given: set[int]) -> None:
         """Append an operator that has just run."""
@@ -238,6 +294,8 @@ class _Recorder(TorchDispatchMode):
             if not self._tape.owns(tensor):
                 storage = tensor.untyped_storage()
                 self._before.setdefault(storage_key(tensor), (storage, storage.clone()))
+                self._tape.will_write(tensor)
+        self._tape.draws |= draws(func, args, kwargs)
         out = func(*args, **kwargs)
         self._tape.add(func, args, kwargs, out, given)
         return out

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hookgraph import __version__
-from hookgraph.cli import demo
+from hookgraph.cli import bench, demo, doctor, report
 from hookgraph.cli.errors import CommandError
 
 if TYPE_CHECKING:
@@ -39,5 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hookgraph", description="CUDA graphs for PyTorch modules, from outside.")
     parser.add_argument("--version", action="version", version=f"hookgraph {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    bench.add_command(commands)
     demo.add_command(commands)
+    doctor.add_command(commands)
+    report.add_command(commands)
     return parser

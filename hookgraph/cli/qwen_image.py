@@ -102,9 +102,9 @@ def denoise(job: Job, after_step: Callable[[int], None]) -> Run:
     return Run(outputs, latents, step_ns)
 
 
-def _predict(job: Job, latents: Tensor, timestep: Tensor, prompt: Tensor) -> Tensor:
-    # Argument for argument what the pipeline passes; it drops a prompt mask that is all true.
-    outputs: tuple[Tensor] = job.transformer(
+def arguments(latents: Tensor, timestep: Tensor, prompt: Tensor) -> dict[str, Any]:
+    """Argument for argument what the pipeline passes; it drops a prompt mask that is all true."""
+    return dict(
         hidden_states=latents,
         timestep=timestep.expand(latents.shape[0]).to(latents.dtype) / 1000,
         guidance=None,
@@ -114,6 +114,10 @@ def _predict(job: Job, latents: Tensor, timestep: Tensor, prompt: Tensor) -> Ten
         attention_kwargs={},
         return_dict=False,
     )
+
+
+def _predict(job: Job, latents: Tensor, timestep: Tensor, prompt: Tensor) -> Tensor:
+    outputs: tuple[Tensor] = job.transformer(**arguments(latents, timestep, prompt))
     return outputs[0]
 
 

@@ -1,0 +1,45 @@
+"""``doctor``: rehearse a few calls of a module, without a GPU, and say what forbids a graph and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+
+from hookgraph.cli import factories
+from hookgraph.cli.errors import CommandError
+from hookgraph.doctor import diagnose
+from hookgraph.errors import HookgraphError
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``doctor`` and its options to the command line."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what of a module would be captured, what forbids the rest, and what to do",
+        epilog="Exit status: 0 when something can be captured, 1 when nothing can, 2 when it could not be asked.",
+    )
+    factories.add_option(parser)
+    parser.add_argument(
+        "--calls",
+        type=factories.positive,
+        metavar="N",
+        help="calls to make in a rehearsal, going round (five times the list)",
+    )
+    parser.add_argument("--max-graphs", type=factories.positive, default=4, help="signatures to retain (4)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse, and report; 0 when something can be captured, 1 when nothing can."""
+    # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
+    with contextlib.redirect_stdout(sys.stderr):
+        module, calls = factories.load(options.module)
+        try:
+            diagnosis = diagnose(module, calls, total_calls=options.calls, max_graphs=options.max_graphs)
+        except HookgraphError as error:
+            raise CommandError(str(error)) from error
+    print(json.dumps(diagnosis.to_dict()) if options.json else diagnosis)
+    return 0 if diagnosis.can_capture else 1

@@ -1,0 +1,49 @@
+"""What a call would run into if it were made now, found out without making it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hookgraph import guards, refusals
+from hookgraph.backends import Backends
+from hookgraph.ledger import Ledger
+from hookgraph.options import Options
+from hookgraph.policy import Decision, Plan
+from hookgraph.reasons import Fallback
+from hookgraph.signature import Call, Signature
+
+
+def foretell(
+    trial: Ledger, module: nn.Module, call: Call, key: Signature, options: Options, backends: Backends
+) -> tuple[Decision, str | None]:
+    """Decide as for a real call.
+
+    Args:
+        trial: A copy of the module's ledger, which the decision may write to.
+
+    Returns:
+        The decision, and what has changed in the module since its graph or its warm-up.
+    """
+    entry, decision = trial.decide(key)
+    change = None
+    if decision.plan is Plan.REPLAY:
+        assert entry.graph is not None
+        unfit = refusals.of_replay(entry.graph, call)
+        if unfit is not None:
+            return Decision(Plan.EAGER, unfit), None
+        change = entry.graph.guards.difference()
+    elif decision.plan is Plan.CAPTURE:
+        change = entry.change_since_warmup()
+    if change is not None:
+        entry.graph = None  # not ours to release
+        entry.invalidate()
+        decision = trial.decide_again(entry)
+    obstacle = None
+    if decision.plan in (Plan.WARM_UP, Plan.CAPTURE):
+        obstacle = refusals.of_module(module, call.device, options, backends)
+    if decision.plan is Plan.CAPTURE and obstacle is None:
+        assert entry.findings is not None
+        side = guards.locate(module, entry.findings, call.device)
+        obstacle = refusals.of_capture(module, entry.findings, call)
+        obstacle = side if obstacle is None and isinstance(side, Fallback) else obstacle
+    return (decision if obstacle is None else Decision(Plan.EAGER, obstacle)), change
