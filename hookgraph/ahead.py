@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,18 @@ def _bytes(call: Arguments) -> int:
 
 
 def copy_of(call: Arguments) -> Arguments:
-    """The same call with tensors and containers of its own, since a forward may write to them."""
+    """The same call with tensors and containers of its own, since a forward may write to them.
+
+    What is given twice, or shares memory, does so in the copy, too.
+    """
+    try:
+        args, kwargs = copy.deepcopy(call)
+        return args, kwargs
+    except (RuntimeError, TypeError, NotImplementedError):  # a tensor in the middle of autograd, or an odd object
+        return _copy_of_leaves(call)
+
+
+def _copy_of_leaves(call: Arguments) -> Arguments:
     containers.tensors_in(call)  # opens what can be opened
     leaves, spec = tree.flatten(call)
     copies = {id(leaf): replica(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from hookgraph import ahead, containers, proof
-from hookgraph.attach import attach
+from hookgraph.attach import attach, is_attached
 from hookgraph.benchmark import Benchmark, Timing
+from hookgraph.errors import HookgraphError
 from hookgraph.results import Rebuilt
 
 
@@ -30,7 +32,10 @@ def measure(
         options: As for ``attach``.
 
     Raises:
-        HookgraphError: A call has another form; ValueError: there is none, or no round.
+        HookgraphError: The module is attached already, or a call has another form.
+        ValueError: There is no call, or no round.
+
+    Restores: the default random generators and the module's buffers.
 
     Example:
         >>> import torch
@@ -39,10 +44,13 @@ def measure(
         >>> result.replayed, result.time_of("attached").parity
         (1.0, 'bitwise')
     """
+    if is_attached(module):
+        raise HookgraphError("measure: graphs are attached to this module already; detach() it first")
     pairs = ahead.largest_first(calls)
     if not pairs or rounds < 1:
         raise ValueError(f"measure: {len(pairs)} calls in {rounds} rounds leave nothing to time")
-    with torch.no_grad(), attach(module, **{"max_graphs": max(4, len(pairs))} | options) as handle:
+    attached = attach(module, **{"max_graphs": max(4, len(pairs))} | options)
+    with torch.no_grad(), ahead.random_numbers_kept(module), _buffers_kept(module), attached as handle:
         device = _device(module, pairs)
         # A copy of an attached module is a plain one; it shares the submodules with their weights.
         variants: dict[str, nn.Module] = {"eager": copy.copy(module), "attached": module}
@@ -59,6 +67,18 @@ def measure(
         replayed=stats.replays / stats.calls if stats.calls else 0.0, reasons=dict(stats.reasons),
         retained_bytes=stats.bytes,
     )  # fmt: skip
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restores: the values of the buffers, which a forward may advance."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 _Times = tuple[float, float]  # host and wall of one pass, in milliseconds per call
@@ -119,7 +139,7 @@ def _parity(eager: nn.Module, other: nn.Module, pairs: list[ahead.Arguments]) ->
     worst = "bitwise"
     for pair in pairs:
         mine, theirs = ahead.copy_of(pair), ahead.copy_of(pair)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _buffers_kept(eager):
             expected = (eager(*theirs[0], **theirs[1]), theirs)
         found = (other(*mine[0], **mine[1]), mine)
         difference = proof.difference(Rebuilt(found, [], []), expected, [])

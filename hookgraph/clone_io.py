@@ -73,10 +73,13 @@ class CloneIO:
         self._slot = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
         self._found = vars(module).get(self._slot, ABSENT)
         inner = BoundForward(module) if self._found is ABSENT else self._found
+        self._active = True
         self._border = vars(module)[self._slot] = _Border(inner, self._serve)
 
     def _serve(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
+        if not self._active:
+            return inner(*args, **kwargs)
         if "torch._inductor.cudagraph_trees" in sys.modules:  # no graphs of PyTorch's own without it; slow to import
             torch.compiler.cudagraph_mark_step_begin()
         crossing = _Crossing(module)
@@ -88,8 +91,8 @@ class CloneIO:
             crossing.leave()
 
     def remove(self) -> None:
-        """Take it off; calling it twice is fine."""
-        module = self._module()
+        """Take it off; calling it twice is fine.  Where another library wrapped it meanwhile, it is switched off."""
+        module, self._active = self._module(), False
         if module is None or vars(module).get(self._slot) is not self._border:
             return
         if self._found is ABSENT:
@@ -114,7 +117,8 @@ class _Crossing:
         self._own = {storage_key(tensor) for tensor in own}
         self._clones: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}  # by the id of the original
         self._originals: dict[int, torch.Tensor] = {}  # by the id of the clone
-        self._memory: dict[int, torch.Tensor] = {}  # clones of whole memories that came out, by storage
+        self._given: dict[int, torch.Tensor] = {}  # copies of memory that goes in, by storage
+        self._taken: dict[int, torch.Tensor] = {}  # and of memory that came out
         self._containers: dict[int, Any] = {}
 
     def inward(self, arguments: Any) -> Any:
@@ -142,13 +146,13 @@ class _Crossing:
         known = self._clones.get(id(tensor))
         if known is not None:
             return known[1]
-        if storage_key(tensor) in self._own or tensor.layout is not torch.strided:
+        if storage_key(tensor) in self._own or not _is_plain(tensor):
             return tensor
         if tensor.requires_grad and torch.is_grad_enabled():
             clone = tensor.clone()
         else:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                clone = tensor.clone().requires_grad_(tensor.requires_grad)
+                clone = self._in_copied_memory(tensor, self._given).requires_grad_(tensor.requires_grad)
         self._clones[id(tensor)] = tensor, clone, None if clone.is_inference() else clone._version
         self._originals[id(clone)] = tensor
         return clone
@@ -158,18 +162,22 @@ class _Crossing:
         original = self._originals.get(id(tensor))
         if original is not None:
             return original
-        key = storage_key(tensor)
-        if key in self._own or tensor.layout is not torch.strided or id(tensor) in self._clones:
+        if storage_key(tensor) in self._own or id(tensor) in self._clones:
             return tensor
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if not _is_plain(tensor) or (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor.clone()
-        if key not in self._memory:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            self._memory[key] = whole.clone()
-        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        fresh.set_(self._memory[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        fresh = self._in_copied_memory(tensor, self._taken)
         self._originals[id(fresh)] = fresh  # it is out: it is cloned no second time
         return fresh
+
+    def _in_copied_memory(self, tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The same view of a copy of its memory; tensors that share memory go on sharing it."""
+        key = storage_key(tensor)
+        if key not in copies:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            copies[key] = whole.clone()
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return fresh.set_(copies[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _replace(self, value: Any, change: Any, fresh: bool = False) -> Any:
         """``value`` with other tensors; mutable containers are changed in place, those of an output made anew."""
@@ -191,3 +199,12 @@ class _Crossing:
         values = [self._replace(value, change) for value in contents.values()]
         if any(a is not b for a, b in zip(values, contents.values(), strict=True)):
             contents.with_values(values).put_into(container)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its memory, looked at by shape and strides, and nothing else."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )

@@ -123,32 +123,40 @@ def _owner(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def shape_of(spec: tree.TreeSpec) -> tuple[frozenset[int], bool, bool]:
-    """What matters of a call's structure.
+    """What matters of a call's structure; equal for equal structures, so nothing about the keys of dicts.
 
     Returns:
-        The positions of the leaves that lie in a transformers cache; whether there are several
-        containers beside the call's own, two of which could be one and the same; and whether a
-        dict has keys that are no strings, of which 1, 1.0 and True would make equal structures.
+        The positions of the leaves that lie in a transformers cache; and whether there are several
+        containers beside the call's own, two of which could be one and the same; and whether one
+        of them is a dict.
     """
-    odd_keys = any(not isinstance(key, str) for node in _below(spec) if node.type is dict for key in node.entries())
     in_caches = frozenset(
         position
         for position, path in enumerate(spec.paths())
         if any(isinstance(step, tree.Attribute) and step.of_cache for step in path)
     )
-    return in_caches, sum(1 for _ in _below(spec)) > 2, odd_keys
+    nodes = [node for node in _below(spec) if is_mutable_class(node.type)]
+    dicts = [node for node in nodes if isinstance(node.type, type) and issubclass(node.type, dict)]
+    return in_caches, len(nodes) > 2, len(dicts) > 1  # the keyword arguments are one
 
 
 def _below(spec: tree.TreeSpec) -> Iterable[tree.TreeSpec]:
     for child in spec.children():
-        if child.type in _BUILT_IN or child.type in _opened:
-            yield child
+        yield child
         yield from _below(child)
 
 
+def has_odd_keys(root: Any) -> bool:
+    """Whether a dict has a key that is no plain string: 1, 1.0 and True make equal structures, as do enums of strings."""
+    return any(
+        type(key) is not str for box in mutable_containers(root) if isinstance(box, dict) for key in dict.keys(box)
+    )
+
+
 def key_types(root: Any) -> tuple[Any, ...]:
-    """The classes of the keys of each dict in a call."""
-    return tuple([tuple(map(type, value)) for value in mutable_containers(root) if isinstance(value, dict)])
+    """What tells the keys of each dict in a call from keys that only equal them: 1 from True, 0.0 from -0.0."""
+    dicts = [value for value in mutable_containers(root) if isinstance(value, dict)]
+    return tuple([tuple([(type(key), repr(key)) for key in value]) for value in dicts])
 
 
 def alias_pattern(root: Any) -> tuple[int, ...]:
@@ -177,7 +185,12 @@ def tensors_in(root: Any) -> list[torch.Tensor]:
 
 def is_mutable(value: Any) -> bool:
     """Whether a forward could change what ``value`` itself holds."""
-    return isinstance(value, _BUILT_IN) or type(value) in _opened
+    return is_mutable_class(type(value))
+
+
+def is_mutable_class(cls: Any) -> bool:
+    """Whether instances of a class are containers that a forward could change."""
+    return isinstance(cls, type) and (issubclass(cls, _BUILT_IN) or cls in _opened)
 
 
 def mutable_containers(root: Any) -> list[Any]:

@@ -320,6 +320,11 @@ def capture(
         graph.release()
         return Fallback(FallbackReason.CHANGES_STATE, f"while it was captured: {change}")
     known = [*module.parameters(), *module.buffers(), *guards.side_tensors()]
+    watched = (*guards.side_tensors(), *findings.written_outside.values(), *findings.constants.on_device)
+    beside = graph.reads_beside(own_tensors(module).keys() | {storage_key(tensor) for tensor in watched})
+    if beside is not None:
+        graph.release()
+        return Fallback(FallbackReason.SIDE_TENSOR, f"{beside}, read otherwise than in the warm-up")
     by_identity = {id(tensor): tensor for tensor in known}
     by_memory = own_tensors(module) | {storage_key(tensor): tensor for tensor in guards.side_tensors()}
     recipe = results.learn(

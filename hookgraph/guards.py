@@ -12,7 +12,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hookgraph.state import ModuleState, attribute_tensors, looks
 _DEEPEST_HOLDER = 2  # a tuple in the dict of a cache
 _LOOKS = attrgetter("shape", "dtype", "requires_grad")
 _VALUES = methodcaller("values")
+_HOLDERS = attrgetter("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -43,7 +44,9 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     yield tensor
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
+                yield from _plain_tensors(inner)
 
 
 def child_hooks(module: nn.Module) -> str | None:
@@ -83,6 +86,7 @@ class Guards:
         # The root is not held: it holds us, and has to die at once when its user drops it.
         self._modules = [child for _, child in modules[1:]]
         self._classes = [type(child) for child in self._modules]
+        self._holders = list(itertools.chain.from_iterable(map(_HOLDERS, (module, *self._modules))))
         self._trees = _Holders([child._modules for _, child in modules])
         named = [(name, holder) for name, child in modules for holder in (child._parameters, child._buffers)]
         self._names = [name for name, _ in named]
@@ -90,12 +94,17 @@ class Guards:
         # Moving a module frees its memory though we hold its parameters, whose ``data`` is exchanged;
         # a replaced one is let go when ``changed`` has noticed.  Buffers are replaced as a whole.
         self._parameters = [p for _, child in modules for p in child._parameters.values() if p is not None]
-        self._buffers = [weakref.ref(b) for _, child in modules for b in child._buffers.values() if b is not None]
-        self._wrapped = any(hasattr(tensor, "__tensor_flatten__") for tensor in self._parameters)
+        # No weak references: they would forbid ``torch.utils.swap_tensors``, with which ``to`` may move a module.
+        self._buffers = [
+            (child._buffers, key)
+            for _, child in modules
+            for key, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        self._wrapped = any(map(_is_odd, self._own_tensors()))
         self._addresses = self._own_addresses()
         self._looks = self._own_looks()
         self._alike: Callable[[Sequence[torch.Tensor]], bool] = _never
-        self._child_names = list(map(tuple, self._trees.filled))
         self._root, self._root_class = weakref.ref(module), type(module)
         everywhere = torch.nn.modules.module
         self._hooks = [getattr(child, kind) for child in self._modules for kind in _HOOKS]
@@ -114,7 +123,10 @@ class Guards:
 
     def buffers(self) -> list[torch.Tensor]:
         """The module's buffers, as far as they are alive."""
-        return [buffer for ref in self._buffers if (buffer := ref()) is not None and not buffer.is_meta]
+        return [buffer for buffer in self._now_buffers() if buffer is not None and not buffer.is_meta]
+
+    def _now_buffers(self) -> list[torch.Tensor | None]:
+        return [holder.get(key) for holder, key in self._buffers]
 
     def moved(self) -> str | None:
         """The tensor whose memory is no longer where the graph reads it, by name."""
@@ -133,8 +145,11 @@ class Guards:
             return None
         if list(map(type, self._modules)) != self._classes or self._trees.changed():
             return "the module tree changed"
-        if list(map(tuple, self._trees.filled)) != self._child_names or type(self._root()) is not self._root_class:
+        root = self._root()
+        if root is None or type(root) is not self._root_class:
             return "the module tree changed"
+        if not all(map(is_, itertools.chain.from_iterable(map(_HOLDERS, (root, *self._modules))), self._holders)):
+            return "a module's dict of parameters, buffers or submodules was replaced"
         if self._own.changed():
             return self._replaced_tensor()
         if not self._look_the_same():
@@ -152,10 +167,10 @@ class Guards:
     def _own_addresses(self) -> list[Any]:
         address = _address if self._wrapped else torch.Tensor.data_ptr
         parameters: list[Any] = list(map(address, self._parameters))
-        return parameters + [None if (buffer := ref()) is None else _address(buffer) for ref in self._buffers]
+        return parameters + [None if buffer is None else address(buffer) for buffer in self._now_buffers()]
 
     def _own_tensors(self) -> list[torch.Tensor]:
-        return [*self._parameters, *(buffer for ref in self._buffers if (buffer := ref()) is not None)]
+        return [*self._parameters, *(buffer for buffer in self._now_buffers() if buffer is not None)]
 
     def _own_looks(self) -> list[Any]:
         tensors = self._own_tensors()
@@ -186,7 +201,7 @@ class Guards:
         for (name, tensor), identity in zip(now, self._own.identities, strict=True):
             if id(tensor) != identity or (tensor is not None and _address(tensor) not in known):
                 return f"{name} was replaced or moved"
-        return "a parameter or buffer was replaced"
+        return "a parameter or buffer was replaced or renamed"
 
 
 class _Holders:
@@ -200,13 +215,19 @@ class _Holders:
         self.filled = [holder for holder in holders if holder]
         self._empty = [holder for holder in holders if not holder]
         self.identities = self._now()
+        self._names = list(map(tuple, self.filled))
 
     def _now(self) -> list[int]:
         return list(map(id, itertools.chain.from_iterable(map(_VALUES, self.filled))))
 
     def changed(self) -> bool:
-        """Whether another object is in one of them, or one more or less."""
-        return any(self._empty) or self._now() != self.identities
+        """Whether another object is in one of them, one more or less, or one under another name."""
+        return any(self._empty) or self._now() != self.identities or list(map(tuple, self.filled)) != self._names
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no address of its own: one that wraps others, or is sparse."""
+    return tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__")
 
 
 def _never(_: Sequence[torch.Tensor]) -> bool:
@@ -215,8 +236,8 @@ def _never(_: Sequence[torch.Tensor]) -> bool:
 
 def _address(tensor: torch.Tensor) -> Any:
     if hasattr(tensor, "__tensor_flatten__"):
-        return tuple(inner.data_ptr() for inner in _plain_tensors(tensor) if inner is not tensor)
-    return tensor.data_ptr()
+        return tuple(_address(inner) for inner in _plain_tensors(tensor) if inner is not tensor)
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 # -- tensors that arrive by the side ------------------------------------------------------------
@@ -264,23 +285,26 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
     Returns:
         Where each is held, or the reason why one cannot be relied on.
     """
-    missing = dict(findings.side)
-    wanted = set(missing)
-    found = []
+    lines, objects = findings.side_lines, {key: [tensor] for key, tensor in findings.side.items()}
+    found: dict[int, list[SideTensor]] = {key: [] for key in objects}
     places = [(where, trail.follow, tensor) for where, trail, tensor in attribute_tensors(module)]
     own = [(name, None, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
     for where, current, tensor in (*places, *own):
         key = storage_key(tensor)
-        if key in wanted:  # every place, since a view of the same memory may be replaced by itself
-            missing.pop(key, None)
-            found.append(SideTensor(where, current, tensor, tensor.device != device))
-    for key, tensor in missing.items():
-        holders = _locate_by_referrers(tensor)
-        if not holders:
-            kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
-            return Fallback(FallbackReason.SIDE_TENSOR, f"{findings.side_lines[key]}: {kind}")
-        found += [SideTensor(*place, tensor, tensor.device != device) for place in holders]
-    return found
+        if key in found:  # every place, since a view of the same memory may be replaced by itself
+            objects[key].append(tensor)
+            found[key].append(SideTensor(where, current, tensor, tensor.device != device))
+    for key, tensors in objects.items():
+        # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+            holders = _locate_by_referrers(tensor)
+            if holders or found[key]:
+                holders += _attributes_that_hold(tensor)
+            found[key] += [SideTensor(*holder, tensor, tensor.device != device) for holder in holders]
+        if not found[key]:
+            kind = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)} on {tensors[0].device}"
+            return Fallback(FallbackReason.SIDE_TENSOR, f"{lines[key]}: {kind}")
+    return [side for sides in found.values() for side in sides]
 
 
 _Place = tuple[str, Callable[[], Any] | None]
@@ -302,6 +326,16 @@ def _locate_by_referrers(thing: Any, depth: int = 0) -> list[_Place]:
             for where, holder in _locate_by_referrers(referrer, depth + 1):
                 inner = functools.partial(_item_of, holder, _key_of(referrer, thing)) if holder is not None else None
                 found.append((where, inner))
+    return found
+
+
+def _attributes_that_hold(tensor: torch.Tensor) -> list[_Place]:
+    """Attributes of objects that nobody can be seen to reach; that an attribute is replaced can be seen."""
+    found: list[_Place] = []
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, dict) and not _is_namespace(referrer):
+            keys = [key for key, value in referrer.items() if value is tensor]
+            found += [(f"an attribute {key}", functools.partial(referrer.get, key)) for key in keys if type(key) is str]
     return found
 
 

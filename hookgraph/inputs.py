@@ -94,19 +94,21 @@ class _Kept:
 class Mark:
     """One tensor at one moment; inference tensors have no version and never fit again."""
 
-    __slots__ = ("_reference", "_version")
+    __slots__ = ("_address", "_reference", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference = weakref.ref(tensor)
+        self._reference, self._address = weakref.ref(tensor), tensor.data_ptr()
         self._version = None if tensor.is_inference() else tensor._version
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether it is the same tensor, not written since as far as PyTorch counts."""
-        return self._version is not None and self._reference() is tensor and tensor._version == self._version
+        if self._version is None or self._reference() is not tensor:
+            return False
+        return tensor._version == self._version and tensor.data_ptr() == self._address
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether it is the same inference tensor, written since or not; other kinds count their versions."""
-        return self._version is None and self._reference() is tensor
+        return self._version is None and self._reference() is tensor and tensor.data_ptr() == self._address
 
 
 class _CopyPlan:

@@ -13,7 +13,7 @@ from hookgraph.churn import ScalarChurn
 from hookgraph.counters import Counters
 from hookgraph.explain import Difference
 from hookgraph.graphs import CapturedForward
-from hookgraph.guards import Guards
+from hookgraph.guards import Guards, SideTensor
 from hookgraph.likeness import Likeness
 from hookgraph.options import Options
 from hookgraph.policy import Decision, Plan, Situation, Stage
@@ -45,6 +45,7 @@ class Entry:
     blocked: Fallback | None = None
     findings: Findings | None = None
     seen: Guards | None = None  # the module as the last warm-up left it
+    places: tuple[SideTensor, ...] = ()  # where that found the side tensors
     graph: CapturedForward | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -52,13 +53,16 @@ class Entry:
         """Why what the last warm-up learned is void."""
         if self.findings is None or self.seen is None or not self.findings.complete():
             return "a tensor that the forward uses is gone"
+        for side in self.places:
+            if side.moved():
+                return f"{side.where} was replaced"
         return self.seen.difference()
 
     def drop_graph(self, stage: Stage) -> None:
         """Give the graph's memory back, and forget what was learned for it."""
         if self.graph is not None:
             self.graph.release()
-        self.graph, self.findings, self.seen, self.stage = None, None, None, stage
+        self.graph, self.findings, self.seen, self.places, self.stage = None, None, None, (), stage
         self.steady_warmups = self.changing_warmups = 0
 
     def invalidate(self) -> None:
@@ -70,9 +74,9 @@ class Entry:
         """Note that a replay was right."""
         self.invalidations = self.shortages = 0
 
-    def warmed_up(self, findings: Findings, seen: Guards, steady: bool) -> None:
+    def warmed_up(self, findings: Findings, seen: Guards, places: list[SideTensor], steady: bool) -> None:
         """Note what a warm-up call found."""
-        self.findings, self.seen, self.stage = findings, seen, Stage.WARM
+        self.findings, self.seen, self.places, self.stage = findings, seen, tuple(places), Stage.WARM
         if steady:
             self.steady_warmups += 1
         else:

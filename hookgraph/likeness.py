@@ -27,7 +27,7 @@ class Likeness:
     """
 
     __slots__ = (
-        "_address_bits", "_aligned", "_containers", "_exact", "_fits", "_kinds", "_loose", "_names", "_pattern",
+        "_address_bits", "_aligned", "_containers", "_dicts", "_exact", "_fits", "_kinds", "_loose", "_names", "_pattern",
         "_positional", "_scalars", "_tensors", "_types", "_unaligned",
     )  # fmt: skip
 
@@ -45,6 +45,7 @@ class Likeness:
         # Containers that hold a tensor show by it that they are one and the same.
         self._loose = [index for index, _ in self._containers if _holds_containers_without_tensors(values[index])]
         self._pattern = self._alias_pattern(values)
+        self._dicts = [index for index, _ in self._containers if _holds_dicts(values[index])]
         self._learn_leaves(call)
 
     def _learn_leaves(self, call: Call) -> None:
@@ -63,9 +64,10 @@ class Likeness:
     @classmethod
     def of(cls, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Likeness | None:
         """A likeness of a call, or None for one whose signature holds what only the full look tells."""
-        _, _, odd_keys = containers.shape_of(call.spec)
         given = [leaf for leaf in call.leaves if type(leaf) in _TENSORS]
-        if odd_keys or len(given) != len(call.tensors):  # a tensor twice, or one on the host that counts by value
+        if len(given) != len(call.tensors):  # a tensor twice, or one on the host that counts by value
+            return None
+        if containers.has_odd_keys((args, kwargs)):
             return None
         return cls(call, args, kwargs)
 
@@ -74,11 +76,19 @@ class Likeness:
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call that looks the same; None for any other."""
+        try:
+            return self._leaves(args, kwargs)
+        except RecursionError:  # a container that contains itself
+            return None
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         leaves = [*args, *kwargs.values()]
         if len(args) != self._positional or list(map(type, leaves)) != self._types or tuple(kwargs) != self._names:
             return None
         if self._containers:
             if self._loose and self._alias_pattern(leaves) != self._pattern:
+                return None
+            if self._dicts and containers.has_odd_keys([leaves[index] for index in self._dicts]):
                 return None
             if not self._open(leaves) or list(map(type, leaves)) != self._kinds:
                 return None
@@ -136,6 +146,10 @@ def _equality_is_enough(value: Any) -> bool:
     if type(value) is float:
         return value != 0.0 and value == value  # 0.0 equals -0.0, and NaN not itself
     return type(value) in (int, bool, str, bytes, torch.dtype, torch.device)
+
+
+def _holds_dicts(value: Any) -> bool:
+    return any(isinstance(container, dict) for container in containers.mutable_containers(value))
 
 
 def _holds_containers_without_tensors(value: Any) -> bool:

@@ -126,6 +126,8 @@ def _readers(device_type: str) -> list[Callable[[], Any]]:
     names += ["_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_mkldnn_enabled"]
     readers: list[Callable[[], Any]] = [getattr(_C, name) for name in names if hasattr(_C, name)]
     readers.append(torch.backends.mha.get_fastpath_enabled)
+    if hasattr(_C, "_get_sdp_priority_order"):
+        readers.append(_sdp_priority_order)
     getter = getattr(_C, "_get_fp32_precision_getter", None)
     if getter is None:  # before torch 2.9
         readers += [torch.get_float32_matmul_precision, _C._get_cudnn_allow_tf32, _C._get_cublas_allow_tf32]
@@ -135,6 +137,10 @@ def _readers(device_type: str) -> list[Callable[[], Any]]:
         for operation in ("matmul", "conv", "rnn"):
             readers.append(lambda operation=operation: getter(backend, operation))  # type: ignore[misc]
     return readers
+
+
+def _sdp_priority_order() -> tuple[int, ...]:
+    return tuple(_C._get_sdp_priority_order())
 
 
 _READERS: dict[str, list[Callable[[], Any]]] = {}

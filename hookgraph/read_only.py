@@ -54,7 +54,10 @@ class ReadOnly:
     @contextmanager
     def untouched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Restores: what their containers hold, also after an error."""
-        found = [box for value in self.values(args, kwargs) for box in containers.mutable_containers(value)]
+        try:
+            found = [box for value in self.values(args, kwargs) for box in containers.mutable_containers(value)]
+        except RecursionError:  # a container that contains itself is left to the forward
+            found = []
         before = [Contents.of(box) for box in found]
         try:
             yield

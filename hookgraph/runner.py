@@ -29,7 +29,7 @@ from hookgraph.private_torch import compiled_part
 from hookgraph.read_only import ReadOnly
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Call, Signature
-from hookgraph.state import ModuleState
+from hookgraph.state import ModuleState, random_positions
 from hookgraph.stats import ModuleStats
 from hookgraph.unretained import Unretained
 
@@ -60,7 +60,7 @@ class Runner:
         self.counters = Counters()
         self.invalidations = 0
         self._pauses = 0
-        self._anchor: weakref.ref[torch.Tensor] | None = None
+        self._anchor = _NO_ANCHOR
         self._read_only = ReadOnly.of(module, options.read_only)
         self._loop: object | None = None  # the sampling loop that is under way
         self._ledger = Ledger(options)
@@ -99,7 +99,7 @@ class Runner:
             home = self._home(module)
             call = refusals.of_weights(module, home) or signature.read(args, kwargs, home)
             if isinstance(call, Fallback):
-                self._anchor = None  # should the module have moved by other parameters, look again
+                self._anchor = _NO_ANCHOR  # should the module have moved by other parameters, look again
                 return call
             call.read_only = self._read_only.positions(call.spec)
             refused = refusals.of_call(module, call, self.options, self._backends)
@@ -137,11 +137,11 @@ class Runner:
 
     def _home(self, module: nn.Module) -> torch.device | None:
         """The device of the module's own tensors."""
-        anchor = self._anchor() if self._anchor is not None else None
+        holder, name = self._anchor
+        anchor = holder.get(name)
         if anchor is None:
-            anchor = next(module.parameters(), None)
-            anchor = next(module.buffers(), None) if anchor is None else anchor
-            self._anchor = weakref.ref(anchor) if anchor is not None else None
+            holder, name = self._anchor = _first_tensor(module)
+            anchor = holder.get(name)
         return None if anchor is None else anchor.device
 
     def _aside(self, module: nn.Module) -> Fallback | None:
@@ -314,7 +314,7 @@ class Runner:
             blocker = refusals.of_module(module, call.device, self.options, self._backends)
             if blocker is None:
                 state, weights = ModuleState(module, tensors=True), guards.Guards(module, [], "weights")
-                compiled = compiled_part(module) is not None
+                drawn, compiled = random_positions(), compiled_part(module) is not None
                 audit = Audit(call.device, call.storages(), guards.own_tensors(module), compiled)
         except Exception as error:
             return self._block(entry, self._own_fault(error), forward, args, kwargs)
@@ -332,6 +332,8 @@ class Runner:
             with self._backends.on(call.device).turn:
                 pass  # later turns come after what this call left on its stream: tables, constants
             change = state.difference() or weights.difference() or audit.findings.kept
+            if change is None and random_positions() != drawn:
+                change = "random numbers of Python or numpy are drawn"
             blocker = self._judge(module, entry, audit.findings, call, change).blocker
         except Exception as error:
             blocker = self._own_fault(error)
@@ -353,7 +355,9 @@ class Runner:
             seen = findings.blocker or refusals.of_findings(findings, call)
             copies = len(findings.constants.on_host)
             verdict = policy.judge_warmup(self._ledger.situation(entry), change, copies, before, seen)
-            entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), verdict.steady)
+            places = guards.locate(module, findings, call.device) if verdict.blocker is None else []
+            found = [] if isinstance(places, Fallback) else places  # the capture will say so
+            entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), found, verdict.steady)
             if verdict.blocker is not None:
                 self._set_blocked(entry, verdict.blocker)
             self._ledger.learn(verdict.blocker)
@@ -560,6 +564,7 @@ class Runner:
         """Give back all memory; the runner may not be used afterwards."""
         with self._lock:
             self._ledger.close()
+            self._anchor = _NO_ANCHOR  # it holds parameters
 
     def entries(self) -> list[Entry]:
         """The signatures that are retained, then the blocked ones."""
@@ -591,5 +596,22 @@ class Runner:
         if self.options.backend != "auto":
             return self.options.backend
         module = self._module()
-        home = self._home(module) if module is not None else None
-        return "cuda" if home is not None and home.type == "cuda" else "tape"
+        holder, name = _first_tensor(module) if module is not None else _NO_ANCHOR  # not kept, once detached
+        tensor = holder.get(name)
+        return "cuda" if tensor is not None and tensor.device.type == "cuda" else "tape"
+
+
+# Where the first tensor of a module lies.  Not a reference to the tensor: even a weak one would forbid
+# ``torch.utils.swap_tensors``, with which ``to`` may move a module.
+_Anchor = tuple[dict[str, torch.Tensor | None], str]
+_NO_ANCHOR: _Anchor = ({}, "")
+
+
+def _first_tensor(module: nn.Module) -> _Anchor:
+    for kind in ("_parameters", "_buffers"):
+        for child in module.modules():
+            holder = getattr(child, kind)
+            for name, tensor in holder.items():
+                if tensor is not None:
+                    return holder, name
+    return _NO_ANCHOR

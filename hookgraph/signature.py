@@ -17,10 +17,10 @@ from hookgraph.reasons import Fallback, FallbackReason
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Compared by value together with their type: 1, 1.0 and True are three signatures.
 _BY_VALUE = frozenset(
-    {int, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range,
+    {int, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
      type(Ellipsis), type(NotImplemented)}
 )  # fmt: skip
-_COMMON = _BY_VALUE | {torch.Tensor, torch.nn.Parameter, float, complex}
+_COMMON = _BY_VALUE | {range, torch.Tensor, torch.nn.Parameter, float, complex}
 _MAXIMUM_LEAVES = 100_000  # a call with more is a data set, not a forward
 
 
@@ -150,7 +150,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
     tensors: list[int] = []
     batch: int | None = None
     first_seen: dict[int, int] = {}
-    free, several, odd_keys = containers.shape_of(spec)
+    free, several, has_dicts = containers.shape_of(spec)
     shares = repeats = False
     for position, leaf in enumerate(leaves):
         if type(leaf) not in _TENSORS:
@@ -173,7 +173,7 @@ def _take_apart(root: Any, leaves: list[Any], spec: tree.TreeSpec, home: torch.d
         pattern = containers.alias_pattern(root)
         keys.append((_SAME, pattern))
         shares = len(set(pattern)) != len(pattern)
-    if odd_keys:
+    if has_dicts and containers.has_odd_keys(root):
         keys.append((_SAME, containers.key_types(root)))
     return Call(leaves, spec, tensors, device, batch, tuple(keys), free, shares)
 
@@ -204,7 +204,9 @@ def value_key(leaf: Any) -> Any:
     if kind is complex:
         return (leaf.real.hex(), leaf.imag.hex())
     if is_numpy_scalar(leaf):
-        return leaf.tobytes()
+        return (leaf.dtype.str, leaf.tobytes())  # one day and one hour have the same bytes
+    if kind is range:
+        return (leaf.start, leaf.stop, leaf.step)  # equal ranges may end elsewhere
     if kind is slice:
         return tuple((type(part), part) for part in (leaf.start, leaf.stop, leaf.step))
     return leaf

@@ -7,8 +7,10 @@ that an argument, an address or a version shows.
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
+import random
 import sys
 import types
 import weakref
@@ -21,9 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Parameters, buffers and submodules are guarded apart from this, hook dictionaries too; the guards
-# look into the dicts that they know, which must still be those of the module.
-_HOLDERS = {"_parameters", "_buffers", "_modules"}
+# Parameters, buffers and submodules are guarded apart from this, hook dictionaries too.
 _STANDARD = set(vars(nn.Module())) - {"training"}
 # Ours in a module's ``__dict__``: never restored, since another thread may attach or detach meanwhile.
 _ATTACHMENT = {"forward", "_old_forward", "__reduce_ex__", "_replicate_for_data_parallel"}
@@ -92,8 +92,7 @@ class ModuleState:
     def _add_module(self, name: str, child: nn.Module) -> None:
         state = vars(child)
         where = f"{name}." if name else ""
-        keys = [key for key in state if key not in _STANDARD or key in _HOLDERS]
-        self._add_cell(state, where, keys, depth=0)
+        self._add_cell(state, where, [key for key in state if key not in _STANDARD], depth=0)
         if self._tensors:
             for holder in (child._buffers, child._parameters, child._modules):
                 self._cells.append(_Cell(holder, where, list(holder), True))
@@ -101,8 +100,7 @@ class ModuleState:
     def _add_cell(self, state: dict[Any, Any], where: str, keys: list[Any], depth: int) -> None:
         self._cells.append(_Cell(state, where, keys, self._tensors))
         for key in keys:
-            if depth or key not in _HOLDERS:
-                self._descend(state[key], f"{where}{key}", depth + 1)
+            self._descend(state[key], f"{where}{key}", depth + 1)
 
     def _descend(self, value: Any, where: str, depth: int) -> None:
         if isinstance(value, _OBJECTS_LEFT_ALONE) or depth > _DEEPEST or id(value) in self._seen:
@@ -116,12 +114,11 @@ class ModuleState:
             small = list(value) if len(value) <= _LARGEST_CONTAINER else []
             self._add_cell(value, f"{where}.", small, depth)
             self._cells.append(_OrderCell(value, where))
-            if hasattr(value, "__dict__"):
-                self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
-        elif isinstance(value, (bytearray, *array_types())):
+            self._add_own_state(value, where, depth)
+        elif isinstance(value, (bytearray, array.array, *array_types())):
             self._cells.append(_BytesCell(value, where))
         elif isinstance(value, functools.partial):
-            for inner in (value.keywords, value.args):
+            for inner in (value.func, value.keywords, value.args):
                 self._descend(inner, f"{where} arguments", depth + 1)
         elif isinstance(value, types.MethodType):
             self._descend(value.__self__, f"the owner of {where}", depth + 1)
@@ -138,10 +135,19 @@ class ModuleState:
             if len(value) <= _LARGEST_CONTAINER:
                 for index, item in enumerate(value):
                     self._descend(item, f"{where}[{index}]", depth + 1)
+            self._add_own_state(value, where, depth)
         elif not _is_foreign(value):
-            if hasattr(value, "__dict__"):
-                self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
-            self._add_slots(value, where, depth)
+            self._cells += _position_cell(value, where)
+            self._add_own_state(value, where, depth)
+        else:
+            self._cells += _position_cell(value, where)
+
+    def _add_own_state(self, value: Any, where: str, depth: int) -> None:
+        """What an object keeps beside the items that it may hold."""
+        if isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__ != "builtins":
+            self._add_cell(vars(value), f"{where}.", list(vars(value)), depth)
+            self._cells.append(_SpaceCell(value, where))
+        self._add_slots(value, where, depth)
 
     def _add_slots(self, value: Any, where: str, depth: int) -> None:
         """Attributes that a class keeps in slots: a snapshot of them is compared as a whole."""
@@ -256,6 +262,62 @@ class _OrderCell:
 
     def restore(self) -> None:
         """The contents are put back key by key, elsewhere."""
+
+
+class _SpaceCell:
+    """The ``__dict__`` of an object, which may be replaced as a whole, and the order of what is in it."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self._value, self._where = value, where
+        self._space, self._order = vars(value), tuple(vars(value))
+
+    def changed(self) -> bool:
+        return vars(self._value) is not self._space or tuple(self._space) != self._order
+
+    def describe(self) -> str:
+        return f"{self._where} has another __dict__, or its attributes in another order"
+
+    def restore(self) -> None:
+        """The attributes are put back one by one, elsewhere."""
+
+
+class _PositionCell:
+    """How far a source of numbers has been read: a random generator or a counter."""
+
+    def __init__(self, value: Any, where: str, read: Callable[[Any], str | None]) -> None:
+        self._value, self._where, self._read = value, where, read
+        self._saved = read(value)
+
+    def changed(self) -> bool:
+        return self._saved is None or self._read(self._value) != self._saved
+
+    def describe(self) -> str:
+        if self._saved is None:
+            return f"{self._where} is an iterator: how far it has been read cannot be seen"
+        return f"{self._where} has been read further"
+
+    def restore(self) -> None:
+        """Left as it is: a forward that reads one is blocked, not repaired."""
+
+
+def random_positions() -> tuple[int, ...]:
+    """How far the generators of Python and numpy that everyone shares have been read."""
+    numpy = sys.modules.get("numpy")
+    states = [random.getstate()] + ([numpy.random.get_state(legacy=False)] if numpy is not None else [])
+    return tuple([hash(repr(state)) for state in states])
+
+
+def _position_cell(value: Any, where: str) -> list[_PositionCell]:
+    if isinstance(value, random.Random):
+        return [_PositionCell(value, where, lambda source: repr(hash(source.getstate())))]
+    if isinstance(value, itertools.count):
+        return [_PositionCell(value, where, repr)]
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    if bits is not None and type(value).__module__.startswith("numpy"):
+        return [_PositionCell(value, where, lambda source: repr(bits.state))]
+    if hasattr(type(value), "__next__"):
+        return [_PositionCell(value, where, lambda source: None)]
+    return []
 
 
 class _BytesCell:
@@ -391,7 +453,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     if type(a) is tuple:
         return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b) and (type(a) is not float or a.hex() == b.hex())
+    return bool(a == b) and (type(a) not in (float, complex) or repr(a) == repr(b))
 
 
 def _nothing(_: Any) -> tuple[Any, ...]:

@@ -117,6 +117,22 @@ def test_compiled_variants_are_compared_too() -> None:
     assert result.agrees
 
 
+def test_an_attachment_of_the_user_s_own_is_left_alone() -> None:
+    module, calls = small()
+    with hookgraph.attach(module) as handle:
+        with pytest.raises(hookgraph.HookgraphError, match=r"attached to this module already; detach\(\)"):
+            bench.measure(module, calls)
+        assert handle.attached
+
+
+def test_buffers_and_random_numbers_are_put_back() -> None:
+    module = Does(lambda m, v: m.linear(v) + m.count.add_(1), count=torch.zeros(1))
+    state = torch.get_rng_state()
+    assert bench.measure(module, [((x(),), {})], rounds=2).agrees
+    assert module.count.item() == 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_nothing_to_time_is_an_error() -> None:
     with pytest.raises(ValueError, match="0 calls in 3 rounds leave nothing to time"):
         bench.measure(mlp(), [], rounds=3)

@@ -161,6 +161,47 @@ def test_an_error_leaves_the_caller_s_containers_as_they_were() -> None:
     assert bag[0] is X
 
 
+def test_arguments_that_share_memory_go_on_sharing_it() -> None:
+    plain = Does(lambda m, a, b: (a.add_(1), m.linear(b))[1])
+    module = copy.deepcopy(plain)
+    mine, theirs = X.clone(), X.clone()
+    with hookgraph.clone_io(module):
+        out = module(mine[:], mine)
+    assert torch.equal(out, plain(theirs[:], theirs))
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
+def test_lazy_outputs_keep_their_values(lazy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module = Does(lambda m, v: lazy(v * 2))
+    value = torch.randn(4, dtype=torch.complex64)
+    with hookgraph.clone_io(module):
+        out = module(value)
+    assert torch.equal(out, lazy(value * 2))
+
+
+def test_strides_of_arguments_are_kept() -> None:
+    seen: list[Any] = []
+    module = Does(lambda m, v: (seen.append((v.stride(), v.shape)), m.linear(v))[1])
+    with hookgraph.clone_io(module):
+        for value in (X[:1].expand(2, 4), X.repeat(1, 2)[:, ::2], X.t().contiguous().t()):
+            module(value)
+            assert seen[-1] == (value.stride(), value.shape)
+
+
+def test_it_is_switched_off_where_it_was_wrapped() -> None:
+    module = mlp()
+    handle = hookgraph.clone_io(module)
+    attachment = hookgraph.attach(module)
+    handle.remove()
+    seen: list[Any] = []
+    watching = module[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    module(X)
+    watching.remove()
+    assert seen[-1] is X  # nothing is cloned any more
+    attachment.detach()
+
+
 def test_gradients_flow_through() -> None:
     module = mlp()
     with torch.enable_grad(), hookgraph.clone_io(module):

@@ -2,8 +2,10 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,24 @@ def test_no_page_names_a_result_that_is_not_there():
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for name in re.findall(r"results/(\w+\.json)", path.read_text(encoding="utf-8")):
             assert (ROOT / "docs" / "results" / name).exists(), f"{path} names {name}"
+
+
+def test_figures_of_the_performance_page_are_those_of_the_files():
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    gpu, cpu = (
+        json.loads((ROOT / "docs" / "results" / name).read_text()) for name in ("zoo_h200.json", "perf_cpu.json")
+    )
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    for case, eager, attached, ratio in rows:
+        found = gpu["cases"][case]["bfloat16"]
+        told = (found["eager_ms"]["median"], found["attached_ms"]["median"], found["speedup"])
+        assert (eager, attached, ratio) == tuple(f"{value:.2f}" for value in told), case
+    micros = re.findall(r"`(test_\w+(?:\[\d+\])?)`:? (?:\| )?([\d.]+) (?:µs|\|)", page.replace("\n", " "))
+    for case, told in micros:
+        assert told == f"{cpu['median_us'][case]['median']:.1f}", case
+    assert (len(rows), len(micros)) == (14, 13)
+
+
+def test_the_picture_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "scripts" / "call_path.py"))["draw"]()
+    assert (ROOT / "docs" / "_static" / "call_path.svg").read_text(encoding="utf-8") == drawn

@@ -337,7 +337,7 @@ def test_no_memory_for_an_output(times: int, outcomes: list[str]) -> None:
     with Twins.build(mlp) as twins:
         for _ in range(5):
             twins(torch.randn(2, 4))
-        (entry,) = twins.handle._hooks[0].runner._ledger.entries()
+        (entry,) = twins.handle._hooks[0].runner.entries()
         groups = entry.graph._recipe.groups
         groups[0] = NoMemory(groups[0], times)
         for _ in range(4):

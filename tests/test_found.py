@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import functools
+import itertools
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that everyone uses)
 
+import hookgraph
 from tests.modules import Does
 from tests.parity import Both, Twins
 
@@ -595,3 +601,187 @@ def test_a_lazy_conjugate_is_resolved() -> None:
         for _ in range(6):
             value = torch.randn(3, dtype=torch.complex64)
             twins(Both(value.clone().conj(), value.clone().conj()))
+
+
+# -- what the second adversary found -------------------------------------------------------------------
+
+
+TABLE = torch.ones(4)
+KEPT: list[torch.Tensor] = []
+
+
+@pytest.fixture
+def table() -> Iterator[None]:
+    yield
+    globals()["TABLE"] = torch.ones(4)
+    KEPT.clear()
+
+
+def _rebind(value: float) -> None:
+    globals()["TABLE"] = torch.full((4,), value)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("also", ["a_list", "an_attribute", "a_namespace"])
+def test_a_side_tensor_that_others_hold_too_is_replaced(also: str) -> None:
+    space = SimpleNamespace(table=TABLE)
+    KEPT.append(TABLE)
+
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        return m.linear(v) * (space.table if also == "a_namespace" else TABLE)
+
+    with build(forward) as twins:
+        if also == "an_attribute":
+            twins.apply(lambda module: setattr(module, "other", TABLE))
+        steadily(twins, 5)
+        _rebind(3.0)
+        space.table = TABLE
+        steadily(twins, 4)
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_side_tensor_is_replaced_early_and_the_old_one_lives_on(calls: int) -> None:
+    with build(lambda m, v: m.linear(v) * TABLE) as twins:
+        steadily(twins, calls)
+        for value in (3.0, 5.0):
+            KEPT.append(TABLE)
+            _rebind(value)
+            steadily(twins, 4)
+
+
+@pytest.mark.usefixtures("table")
+def test_an_argument_of_the_warm_up_is_read_as_a_global_too() -> None:
+    with build(lambda m, v: m.linear(v) * TABLE) as twins:
+        twins(TABLE)
+        steadily(twins, 4)
+        KEPT.append(TABLE)
+        _rebind(5.0)
+        steadily(twins, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (itertools.count(1), next),
+        lambda: (random.Random(1), lambda source: source.random()),
+        lambda: (np.random.default_rng(1), lambda source: source.random()),
+        lambda: (itertools.cycle([1, 2, 3]), next),
+        lambda: ((n for n in range(1, 100)), next),
+        lambda: (None, lambda _: random.random()),
+        lambda: (None, lambda _: float(np.random.random())),
+    ],
+    ids=["count", "random", "numpy", "cycle", "generator", "everyone's_random", "everyone's_numpy"],
+)
+def test_numbers_that_python_draws_advance_once_a_call(make: Callable[[], Any]) -> None:
+    states = Both(random.getstate(), random.getstate()), Both(np.random.get_state(), np.random.get_state())
+    sides = Both(*(make() for _ in range(2)))
+
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        return m.linear(v) * m.read(m.source)
+
+    def keep(side: str) -> None:
+        setattr(states[0], side, random.getstate())
+        setattr(states[1], side, np.random.get_state())
+
+    with build(forward) as twins:
+        for side in ("eager", "attached"):
+            source, read = getattr(sides, side)
+            vars(getattr(twins.modules, side)).update(source=source, read=read)
+        for _ in range(8):
+            value = x()
+            outputs = []
+            for side in ("eager", "attached"):  # each with the numbers that its twin had
+                random.setstate(getattr(states[0], side))
+                np.random.set_state(getattr(states[1], side))
+                outputs.append(getattr(twins.modules, side)(value))
+                keep(side)
+            assert torch.equal(*outputs)
+
+
+def _swap_names(module: Any) -> None:
+    a, b = module.a, module.b
+    del module.a, module.b
+    module.register_parameter("b", a)
+    module.register_parameter("a", b)
+
+
+def test_parameters_that_change_their_names() -> None:
+    with build(lambda m, v: m.linear(v) * m.a + m.b) as twins:
+        for module in (twins.modules.eager, twins.modules.attached):
+            module.a, module.b = nn.Parameter(torch.full((4,), 2.0)), nn.Parameter(torch.full((4,), 3.0))
+        steadily(twins, 5)
+        twins.apply(_swap_names)
+        steadily(twins, 3)
+
+
+@pytest.mark.parametrize("guards", ["full", "weights"])
+def test_the_dict_of_parameters_is_replaced(guards: str) -> None:
+    def replace(module: Any) -> None:
+        module.linear._parameters = {key: nn.Parameter(p + 1) for key, p in module.linear._parameters.items()}
+
+    with Twins.build(lambda: Does(lambda m, v: m.linear(v)), guards=guards) as twins:
+        steadily(twins, 5)
+        with torch.no_grad():
+            twins.apply(replace)
+        steadily(twins, 3)
+
+
+class ListWithScale(list):  # type: ignore[type-arg]
+    scale = 1.0
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self) -> float:
+        return self.scale
+
+
+def _space(module: Any) -> None:
+    module.state.__dict__ = {"scale": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "read", "change"),
+    [
+        (ListWithScale, lambda s: s.scale, lambda m: setattr(m.state, "scale", 4.0)),
+        (lambda: functools.partial(Scale()), lambda s: s(), lambda m: setattr(m.state.func, "scale", 4.0)),
+        (Scale, lambda s: s.scale, _space),
+        (lambda: array.array("d", [1.0]), lambda s: s[0], lambda m: m.state.__setitem__(0, 4.0)),
+        (lambda: SimpleNamespace(c=complex(1, 0.0)), lambda s: math.copysign(2.0, s.c.imag),
+         lambda m: setattr(m.state, "c", complex(1, -0.0))),
+    ],
+    ids=["attribute_of_a_list", "function_of_a_partial", "whole_dict", "array", "sign_of_a_complex"],
+)  # fmt: skip
+def test_plain_state_in_odd_places(make: Any, read: Any, change: Any) -> None:
+    with build(lambda m, v: m.linear(v) * read(m.state)) as twins:
+        twins.apply(lambda module: setattr(module, "state", make()))
+        steadily(twins, 5)
+        twins.apply(change)
+        steadily(twins, 3)
+
+
+def test_a_module_is_moved_by_swapping_its_tensors() -> None:
+    # Without the harness, which refers weakly to parameters itself.
+    module = Does(lambda m, v: m.linear(v.to(m.linear.weight.dtype)) + m.shift, shift=torch.ones(4))
+    plain = copy.deepcopy(module)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.no_grad(), hookgraph.attach.__wrapped__(module) as handle:
+            for step in range(10):
+                if step == 5:
+                    module.double()
+                    plain.double()
+                assert torch.equal(module(torch.ones(2, 4) * step), plain(torch.ones(2, 4) * step))
+            assert handle.stats.replays >= 4
+        module.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_sparse_buffer_that_nobody_uses() -> None:
+    with build(lambda m, v: m.linear(v), lambda: {"odd": torch.eye(2).to_sparse()}) as twins:
+        steadily(twins, 5)
+        assert twins.count("replays") >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import itertools
 import weakref
@@ -30,6 +31,11 @@ def _twice(value: Any) -> Arguments:
 
 
 SHARED = [1]
+
+
+class Key(str, enum.Enum):  # noqa: UP042 (libraries have these)
+    A = "a"
+
 
 # Each differs from every other in something that a forward can see.
 CALLS: dict[str, Callable[[], Arguments]] = {
@@ -87,6 +93,18 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "two_empty_lists": lambda: ((_x(), [], []), {}),
     "names_in_order": lambda: ((_x(),), {"a": 1, "b": 1}),
     "names_in_another_order": lambda: ((_x(),), {"b": 1, "a": 1}),
+    "day": lambda: ((_x(), np.timedelta64(1, "D")), {}),
+    "hour": lambda: ((_x(), np.timedelta64(1, "h")), {}),
+    "range": lambda: ((_x(), range(0, 3, 2)), {}),
+    "range_that_ends_elsewhere": lambda: ((_x(), range(0, 4, 2)), {}),
+    "ordered_keys_of_int": lambda: ((_x(), OrderedDict({1: 2})), {}),
+    "ordered_keys_of_bool": lambda: ((_x(), OrderedDict({True: 2})), {}),
+    "key_zero": lambda: ((_x(), {0.0: 2}), {}),
+    "key_minus_zero": lambda: ((_x(), {-0.0: 2}), {}),
+    "key_tuple_of_int": lambda: ((_x(), {(1,): 2}), {}),
+    "key_tuple_of_bool": lambda: ((_x(), {(True,): 2}), {}),
+    "key_text": lambda: ((_x(), {"a": 2}), {}),
+    "key_enum": lambda: ((_x(), {Key.A: 2}), {}),
     "device": lambda: ((_x(), torch.device("cpu")), {}),
 }
 
@@ -123,7 +141,10 @@ def test_only_calls_of_the_same_signature_are_accepted(name: str) -> None:
 
 
 # A likeness of these is not made, or the full look is needed to tell them.
-LOOKED_AT_IN_FULL = {"same_twice", "dict_keys_of_int", "dict_keys_of_bool"}
+LOOKED_AT_IN_FULL = {
+    "same_twice", "dict_keys_of_int", "dict_keys_of_bool", "ordered_keys_of_int", "ordered_keys_of_bool", "key_zero",
+    "key_minus_zero", "key_tuple_of_int", "key_tuple_of_bool", "key_enum",
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_dynamo")

@@ -296,3 +296,42 @@ def test_inside_another_capture_we_stand_aside(monkeypatch: pytest.MonkeyPatch) 
     assert aside is not None
     module(X)
     assert handle.stats.reasons == {aside.reason.value: 1} == {"capturing": 1}
+
+
+def test_strides_of_a_cache_are_not_asked() -> None:
+    """One signature whatever the layout of the cache; what the forward computes from its values is right."""
+    caches = pytest.importorskip("transformers.cache_utils", reason="an environment with transformers would run it")
+
+    def cache(turned: bool) -> Any:
+        made, keys = caches.DynamicCache(), torch.arange(24.0).reshape(1, 2, 3, 4)
+        made.update(keys, keys + 1, 0)
+        if turned:
+            for name in ("keys", "values"):
+                tensor = getattr(made.layers[0], name)
+                setattr(made.layers[0], name, tensor.transpose(1, 2).contiguous().transpose(1, 2))
+        return made
+
+    module = Does(lambda m, x, c: (m.linear(x) * c.layers[0].keys.sum(), c.layers[0].keys + 1))
+    with torch.no_grad(), hookgraph.attach(module) as handle:
+        for step in range(6):
+            value, moved = module(torch.ones(2, 4), cache(turned=step > 3))
+            expected = module.function(module, torch.ones(2, 4), cache(turned=step > 3))
+            assert torch.equal(value, expected[0])
+            assert torch.equal(moved, expected[1])
+        assert handle.stats.replays == 4
+        assert moved.stride() != expected[1].stride()
+
+
+def test_a_write_that_counts_no_version() -> None:
+    class Prompted(nn.Module):
+        def forward(self, x: torch.Tensor, prompt: list[torch.Tensor]) -> torch.Tensor:
+            return x * prompt[0]
+
+    module, prompt = Prompted().eval(), [torch.ones(4)]
+    with torch.no_grad(), hookgraph.attach(module, read_only=("prompt",)) as handle:
+        for step in range(5):
+            module(torch.full((4,), float(step)), prompt)
+        prompt[0].data.mul_(3)
+        assert torch.equal(module(torch.ones(4), prompt), torch.ones(4))
+        handle.invalidate()
+        assert torch.equal(module(torch.ones(4), prompt), torch.full((4,), 3.0))

@@ -91,6 +91,8 @@ def test_a_changed_cache_is_copied_in(options: dict[str, Any]) -> None:
                 cache["k"].mul_(2)  # another version
             if step == 8:
                 cache["k"] = torch.randn(3, 4)  # another tensor
+            if step == 9:
+                cache["k"].data = torch.randn(3, 4)  # other memory, of which no version tells
             if step == 10:
                 cache["k"] = cache["k"].view(3, 4)  # another view of the same
             assert torch.equal(module(X + step, cache), expected(module, X + step, cache)), step

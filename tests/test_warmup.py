@@ -71,6 +71,14 @@ def test_a_copy_has_the_same_signature(v: torch.Tensor) -> None:
         assert handle.stats.replays == 1
 
 
+def test_a_copy_shares_what_the_call_shares() -> None:
+    bag, base = [1], x()
+    (one, other, whole, part), _ = ahead.copy_of(((bag, bag, base, base[:1]), {}))
+    assert one is other
+    assert one is not bag
+    assert whole.data_ptr() == part.data_ptr() != base.data_ptr()
+
+
 def test_submodules_of_the_model() -> None:
     model = nn.Sequential(mlp(), nn.Tanh(), mlp()).eval()
     with hookgraph.attach(model, ["0", "2"]) as handle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ class Graph(Protocol):
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether each launch writes this static output."""
+        ...
+
+    def reads_beside(self, known: Collection[int]) -> str | None:
+        """Memory from outside that a launch reads and that is not among these storages, where the backend can tell."""
         ...
 
     @property

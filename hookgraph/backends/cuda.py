@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -352,6 +352,9 @@ class CudaGraph:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return True  # a capture executes nothing: whatever it returned is filled by a launch
+
+    def reads_beside(self, known: Collection[int]) -> str | None:
+        return None  # a capture cannot tell
 
     @property
     def nbytes(self) -> int:

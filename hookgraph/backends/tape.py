@@ -12,7 +12,7 @@ A rehearsal: the same decisions, counters and most failures as on a GPU, without
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,8 @@ _RESHAPES_IN_PLACE = _REPOINTS | {
 _STRUCTURED = frozenset(
     f"aten::{name}"
     for name in (
-        "_softmax", "add", "addmm", "bmm", "cat", "cos", "div", "exp", "gelu", "mean", "mm", "mul", "neg", "pow",
-        "rsqrt", "sigmoid", "silu", "sin", "sub", "sum", "tanh",
+        "_softmax", "add", "addmm", "bmm", "cat", "cos", "div", "exp", "gelu", "mm", "mul", "neg", "pow", "rsqrt",
+        "sigmoid", "silu", "sin", "sub", "tanh",
     )
 )  # fmt: skip
 
@@ -112,18 +112,19 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 class _Pointer:
     """A tensor that the recording read but did not make: its address, not its ownership."""
 
-    __slots__ = ("_dtype", "_note", "_offset", "_shape", "_storage", "_strides")
+    __slots__ = ("_dtype", "_offset", "_shape", "_storage", "_strides", "key", "note")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset, self._dtype = tensor.storage_offset(), tensor.dtype
-        self._note = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self.key = storage_key(tensor)
+        self.note = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
     def tensor(self) -> torch.Tensor:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
-            raise CaptureError(f"memory that the graph reads has been freed: {self._note}")
+            raise CaptureError(f"memory that the graph reads has been freed: {self.note}")
         return torch.empty(0, dtype=self._dtype, device=_CPU).set_(storage, self._offset, self._shape, self._strides)
 
 
@@ -163,6 +164,10 @@ class _Step:
             fresh, _ = tree.flatten(out)
             for index, static in self._results:
                 static.copy_(fresh[index])
+
+    def pointers(self) -> list[_Pointer]:
+        """What it reads from outside."""
+        return [self._leaves[index] for index in self._pointers]
 
     def _run_with_pointers(self) -> Any:
         leaves = list(self._leaves)
@@ -219,6 +224,13 @@ class Tape:
     def owns(self, tensor: torch.Tensor) -> bool:
         return storage_key(tensor) in self._made
 
+    def reads_beside(self, known: Collection[int]) -> str | None:
+        for step in self._steps:
+            for pointer in step.pointers():
+                if pointer.key not in known:
+                    return pointer.note
+        return None
+
     def own(self, tensor: torch.Tensor) -> None:
         self._made.add(storage_key(tensor))
         self._owned.append(tensor)
@@ -252,7 +264,11 @@ class Tape:
         self._steps.append(_Step(function, pointed, spec, [(index, _as_it_is(tensor)) for index, tensor in fresh]))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor | _Pointer:
-        return _as_it_is(tensor) if self.owns(tensor) else _Pointer(tensor)
+        if self.owns(tensor):
+            return _as_it_is(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError("a tensor from outside is a lazy conjugate or negative")
+        return _Pointer(tensor)
 
 
 class _Recorder(TorchDispatchMode):

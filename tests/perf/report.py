@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def _summary(run: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _table(now: dict[str, Any], then: dict[str, Any]) -> Table:
     for name, case in now["median_us"].items():
         old = then["median_us"].get(name, {}).get("median")
         ratio = f"{case['median'] / old:.2f}" if old else ""
-        table.add_row(name, str(old or ""), str(case["median"]), f"{case['q1']}–{case['q3']}", ratio)
+        table.add_row(Text(name), str(old or ""), str(case["median"]), f"{case['q1']}–{case['q3']}", ratio)
     return table
 
 
