@@ -294,12 +294,13 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
         if key in found:  # every place, since a view of the same memory may be replaced by itself
             objects[key].append(tensor)
             found[key].append(SideTensor(where, current, tensor, tensor.device != device))
+    referrers = _referrers([tensor for tensors in objects.values() for tensor in tensors])
     for key, tensors in objects.items():
         # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            holders = _locate_by_referrers(tensor)
+            holders = _locate_by_referrers(tensor, referrers[id(tensor)])
             if holders or found[key]:
-                holders += _attributes_that_hold(tensor)
+                holders += _attributes_that_hold(tensor, referrers[id(tensor)])
             found[key] += [SideTensor(*holder, tensor, tensor.device != device) for holder in holders]
         if not found[key]:
             kind = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)} on {tensors[0].device}"
@@ -310,10 +311,20 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
 _Place = tuple[str, Callable[[], Any] | None]
 
 
-def _locate_by_referrers(thing: Any, depth: int = 0) -> list[_Place]:
-    """Ask the garbage collector who holds a tensor: globals, closures, class attributes, caches."""
+def _referrers(things: list[Any]) -> dict[int, list[Any]]:
+    """Who refers to each of some objects, by its id; the collector goes through the heap once for all of them."""
+    found: dict[int, list[Any]] = {id(thing): [] for thing in things}
+    for referrer in gc.get_referrers(*things) if things else ():
+        for referent in gc.get_referents(referrer):
+            if id(referent) in found:
+                found[id(referent)].append(referrer)
+    return found
+
+
+def _locate_by_referrers(thing: Any, referrers: list[Any], depth: int = 0) -> list[_Place]:
+    """Ask those who refer to a tensor how they hold it: globals, closures, class attributes, caches."""
     found: list[_Place] = []
-    for referrer in gc.get_referrers(thing):
+    for referrer in referrers:
         if isinstance(referrer, types.CellType) and _is_closure(referrer):
             found.append(("a closure", functools.partial(getattr, referrer, "cell_contents")))
         elif isinstance(referrer, functools._lru_cache_wrapper):
@@ -323,16 +334,16 @@ def _locate_by_referrers(thing: Any, depth: int = 0) -> list[_Place]:
             key = _key_of(referrer, thing)
             found.append((f"the global {key}", functools.partial(referrer.__getitem__, key)))
         elif isinstance(referrer, (list, tuple, dict)) and depth < _DEEPEST_HOLDER:
-            for where, holder in _locate_by_referrers(referrer, depth + 1):
+            for where, holder in _locate_by_referrers(referrer, gc.get_referrers(referrer), depth + 1):
                 inner = functools.partial(_item_of, holder, _key_of(referrer, thing)) if holder is not None else None
                 found.append((where, inner))
     return found
 
 
-def _attributes_that_hold(tensor: torch.Tensor) -> list[_Place]:
+def _attributes_that_hold(tensor: torch.Tensor, referrers: list[Any]) -> list[_Place]:
     """Attributes of objects that nobody can be seen to reach; that an attribute is replaced can be seen."""
     found: list[_Place] = []
-    for referrer in gc.get_referrers(tensor):
+    for referrer in referrers:
         if isinstance(referrer, dict) and not _is_namespace(referrer):
             keys = [key for key, value in referrer.items() if value is tensor]
             found += [(f"an attribute {key}", functools.partial(referrer.get, key)) for key in keys if type(key) is str]
