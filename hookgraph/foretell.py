@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hookgraph import guards, refusals
+from hookgraph import refusals
 from hookgraph.backends import Backends
 from hookgraph.ledger import Ledger
 from hookgraph.options import Options
@@ -43,7 +43,6 @@ def foretell(
         obstacle = refusals.of_module(module, call.device, options, backends)
     if decision.plan is Plan.CAPTURE and obstacle is None:
         assert entry.findings is not None
-        side = guards.locate(module, entry.findings, call.device)
         obstacle = refusals.of_capture(module, entry.findings, call)
-        obstacle = side if obstacle is None and isinstance(side, Fallback) else obstacle
+        obstacle = entry.places if obstacle is None and isinstance(entry.places, Fallback) else obstacle
     return (decision if obstacle is None else Decision(Plan.EAGER, obstacle)), change

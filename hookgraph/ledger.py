@@ -45,7 +45,7 @@ class Entry:
     blocked: Fallback | None = None
     findings: Findings | None = None
     seen: Guards | None = None  # the module as the last warm-up left it
-    places: tuple[SideTensor, ...] = ()  # where that found the side tensors
+    places: list[SideTensor] | Fallback | None = None  # where that found the side tensors, or why one cannot be watched
     graph: CapturedForward | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -53,7 +53,7 @@ class Entry:
         """Why what the last warm-up learned is void."""
         if self.findings is None or self.seen is None or not self.findings.complete():
             return "a tensor that the forward uses is gone"
-        for side in self.places:
+        for side in self.places if isinstance(self.places, list) else ():
             if side.moved():
                 return f"{side.where} was replaced"
         return self.seen.difference()
@@ -62,7 +62,7 @@ class Entry:
         """Give the graph's memory back, and forget what was learned for it."""
         if self.graph is not None:
             self.graph.release()
-        self.graph, self.findings, self.seen, self.places, self.stage = None, None, None, (), stage
+        self.graph, self.findings, self.seen, self.places, self.stage = None, None, None, None, stage
         self.steady_warmups = self.changing_warmups = 0
 
     def invalidate(self) -> None:
@@ -74,9 +74,9 @@ class Entry:
         """Note that a replay was right."""
         self.invalidations = self.shortages = 0
 
-    def warmed_up(self, findings: Findings, seen: Guards, places: list[SideTensor], steady: bool) -> None:
+    def warmed_up(self, findings: Findings, seen: Guards, places: list[SideTensor] | Fallback, steady: bool) -> None:
         """Note what a warm-up call found."""
-        self.findings, self.seen, self.places, self.stage = findings, seen, tuple(places), Stage.WARM
+        self.findings, self.seen, self.places, self.stage = findings, seen, places, Stage.WARM
         if steady:
             self.steady_warmups += 1
         else:

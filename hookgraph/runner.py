@@ -356,8 +356,7 @@ class Runner:
             copies = len(findings.constants.on_host)
             verdict = policy.judge_warmup(self._ledger.situation(entry), change, copies, before, seen)
             places = guards.locate(module, findings, call.device) if verdict.blocker is None else []
-            found = [] if isinstance(places, Fallback) else places  # the capture will say so
-            entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), found, verdict.steady)
+            entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), places, verdict.steady)
             if verdict.blocker is not None:
                 self._set_blocked(entry, verdict.blocker)
             self._ledger.learn(verdict.blocker)
@@ -391,7 +390,8 @@ class Runner:
         aliased = refusals.of_capture(module, findings, call)
         if aliased is not None:
             return aliased
-        side = guards.locate(module, findings, call.device)
+        side = entry.places  # where the warm-up found them, unmoved since
+        assert side is not None
         if isinstance(side, Fallback):
             return side
         taken = guards.Guards(module, side, self.options.guards)

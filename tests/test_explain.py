@@ -97,15 +97,15 @@ def watched_by_soak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched_by_soak")
-@pytest.mark.parametrize("first", range(0, 200, 100), ids=lambda first: f"seeds {first} to {first + 99}")
+@pytest.mark.parametrize("first", range(0, 100, 50), ids=lambda first: f"seeds {first} to {first + 49}")
 def test_random_sequences_do_what_was_foretold(foretold: Foretold, first: int) -> None:
     """Random forwards, arguments, settings and changes of the module; a seed is shown with its failure."""
     with soak.quick_referrers():
-        for seed in range(first, first + 100):
+        for seed in range(first, first + 50):
             wrong = soak.failure(soak.draw_plan(seed))
             assert wrong is None, f"seed {seed}: {wrong}"
     assert set(foretold.calls) == {plan.value for plan in Plan}
-    assert min(foretold.calls.values()) > 50, foretold.calls
+    assert min(foretold.calls.values()) > 20, foretold.calls
 
 
 @pytest.mark.usefixtures("watched_by_soak")

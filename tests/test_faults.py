@@ -132,7 +132,7 @@ STEPS: dict[str, Step] = {
     "the audit's end": Step(audit.Audit, "finish", 0, OWN),
     "judging a warm-up": Step(policy, "judge_warmup", 0, OWN),
     "hooks looked for before a capture": Step(guards, "child_hooks", 1, FAILED),
-    "side tensors located": Step(guards, "locate", 1, FAILED),
+    "side tensors located": Step(guards, "locate", 0, OWN),
     "guards taken for a capture": Step(guards, "Guards", 1, FAILED),
     "static inputs made": Step(graphs, "StaticInputs", 1, FAILED),
     "static inputs filled for a capture": Step(inputs.StaticInputs, "fill", 1, FAILED),
@@ -553,7 +553,7 @@ def _can_be_interrupted(place: tuple[str, int]) -> bool:
 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3, 5], ids=["warm-up", "capture", "proof", "first replay", "replay"])
 def test_an_interruption_at_any_line(calls: int) -> None:
-    """A sample of all lines that a call passes, every eleventh; each time the module works on afterwards."""
+    """A sample of all lines that a call passes, every thirty-first; each time the module works on afterwards."""
 
     def prepared() -> tuple[nn.Sequential, hookgraph.Attachment]:
         module = mlp()
@@ -569,7 +569,7 @@ def test_an_interruption_at_any_line(calls: int) -> None:
     places = [place for place in noting.passed if _can_be_interrupted(place)]
     assert len(places) > 50
     before = process_state()
-    for place in places[calls::11]:
+    for place in places[calls::31]:
         module, handle = prepared()
         interrupter = Interrupter(place)
         with contextlib.suppress(KeyboardInterrupt):

@@ -274,20 +274,20 @@ def test_rounds_of_attaching_and_capturing_do_not_grow(what: str) -> None:
     assert grown < 2 * rounds, f"{grown} blocks of memory in {rounds} rounds"
 
 
-def test_a_hundred_thousand_replays_do_not_grow() -> None:
+def test_twenty_thousand_replays_do_not_grow() -> None:
     module = Does(lambda m, x: x + m.shift, shift=torch.ones(4))
     with hookgraph.attach(module) as handle:
         for _ in range(1_000):
             module(X)
         before, blocks, resident = _census(), sys.getallocatedblocks(), _resident_bytes()
-        for _ in range(99_000):
+        for _ in range(19_000):
             module(X)
         gc.collect()
         grown, after = sys.getallocatedblocks() - blocks, _census()  # a census takes memory itself
         assert not _grown(before, after, 1_000)
         assert grown < 1_000, f"{grown} blocks of memory"
         assert _resident_bytes() - resident < 4 << 20
-        assert handle.stats.replays == 99_998
+        assert handle.stats.replays == 19_998
 
 
 def _resident_bytes() -> int:
