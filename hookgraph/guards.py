@@ -298,7 +298,9 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
     for key, tensors in objects.items():
         # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            holders = _locate_by_referrers(tensor, referrers[id(tensor)])
+            # Containers of containers cost a pass each: asked for what no attribute of the module holds.
+            deepest = 0 if found[key] else _DEEPEST_HOLDER
+            holders = _locate_by_referrers(tensor, referrers[id(tensor)], deepest)
             if holders or found[key]:
                 holders += _attributes_that_hold(tensor, referrers[id(tensor)])
             found[key] += [SideTensor(*holder, tensor, tensor.device != device) for holder in holders]
@@ -321,8 +323,12 @@ def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     return found
 
 
-def _locate_by_referrers(thing: Any, referrers: list[Any], depth: int = 0) -> list[_Place]:
-    """Ask those who refer to a tensor how they hold it: globals, closures, class attributes, caches."""
+def _locate_by_referrers(thing: Any, referrers: list[Any], deepest: int) -> list[_Place]:
+    """Ask those who refer to a tensor how they hold it: globals, closures, class attributes, caches.
+
+    Args:
+        deepest: How many containers may lie between.
+    """
     found: list[_Place] = []
     for referrer in referrers:
         if isinstance(referrer, types.CellType) and _is_closure(referrer):
@@ -333,8 +339,8 @@ def _locate_by_referrers(thing: Any, referrers: list[Any], depth: int = 0) -> li
         elif isinstance(referrer, dict) and _is_namespace(referrer):
             key = _key_of(referrer, thing)
             found.append((f"the global {key}", functools.partial(referrer.__getitem__, key)))
-        elif isinstance(referrer, (list, tuple, dict)) and depth < _DEEPEST_HOLDER:
-            for where, holder in _locate_by_referrers(referrer, gc.get_referrers(referrer), depth + 1):
+        elif isinstance(referrer, (list, tuple, dict)) and deepest:
+            for where, holder in _locate_by_referrers(referrer, gc.get_referrers(referrer), deepest - 1):
                 inner = functools.partial(_item_of, holder, _key_of(referrer, thing)) if holder is not None else None
                 found.append((where, inner))
     return found
