@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from hookgraph.reasons import Fallback, FallbackReason
 # What ``read`` gives, in its order.
 PARTS = (
     "grad mode", "inference mode", "autocast", "default dtype", "default device", "current CUDA device",
-    "numerics flags",
+    "numerics flags", "attention backend of diffusers",
 )  # fmt: skip
 
 
@@ -33,8 +34,8 @@ def read(device: torch.device) -> tuple[Any, ...]:
     """Everything outside the arguments that decides what an eager call on ``device`` computes.
 
     Returns:
-        Grad and inference mode, autocast (enabled, dtype, cache), default dtype and device, and
-        the global numerics flags of the device's libraries.
+        Grad and inference mode, autocast (enabled, dtype, cache), default dtype and device, the
+        global numerics flags of the device's libraries, and the attention backend that is active in diffusers.
     """
     kind = device.type
     # A CPU call never asks for the current CUDA device, which would initialise CUDA.
@@ -48,4 +49,11 @@ def read(device: torch.device) -> tuple[Any, ...]:
         private_torch.function_modes(),
         index,
         private_torch.numerics_flags(kind),
+        _attention_backend(),
     )
+
+
+def _attention_backend() -> Any:
+    """What ``diffusers.attention_backend(...)`` switches for all models of the process: a class attribute."""
+    library = sys.modules.get("diffusers.models.attention_dispatch")  # not imported for this
+    return getattr(getattr(library, "_AttentionBackendRegistry", None), "_active_backend", None)

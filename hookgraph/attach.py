@@ -187,7 +187,6 @@ class Attachment:
             self._detached = True
             for hooks in self._hooks:
                 hooks.remove()
-                hooks.runner.release()
             for reference in self._targets:
                 module = reference()
                 if module is not None and _attached.get(module) is self:
@@ -286,6 +285,7 @@ def attach(
     max_graphs: int = 4,
     max_batch_size: int | None = None,
     max_bytes: int | None = None,
+    min_speedup: float | None = None,
     warmup: int = 1,
     verify: int = 1,
     verify_every: int | None = None,
@@ -310,6 +310,9 @@ def attach(
         max_batch_size: Larger batches run eager.  The batch size is dimension 0 of the first
             floating-point tensor argument.
         max_bytes: A capture that would make a target retain more runs eager.
+        min_speedup: A graph that was compared with eager and is not so many times as fast is given
+            up: further calls of its signature run eager, counted as ``not_worth_it``.  The tape
+            promises no speed, and drops nothing.
         warmup: Watched eager calls of a signature before it is captured.
         verify: How many replays with new inputs are compared with eager bit for bit, after the
             first; 0 trusts a capture unseen.
@@ -349,7 +352,7 @@ def attach(
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach() needs a torch.nn.Module, got {type(model).__module__}.{type(model).__qualname__}")
     options = Options(
-        max_graphs, max_batch_size, max_bytes, warmup, verify, verify_every, guards, outputs, child_hooks, on_fallback,
+        max_graphs, max_batch_size, max_bytes, min_speedup, warmup, verify, verify_every, guards, outputs, child_hooks, on_fallback,
         backend, (read_only,) if isinstance(read_only, str) else tuple(read_only),
     )  # fmt: skip
     chosen = select(model, targets)

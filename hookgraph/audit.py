@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import containers, tree
 from hookgraph.constants import HostConstants, host_copy, makers
-from hookgraph.private_torch import ThreadPatch, autocast_weights_uncached, storage_key
+from hookgraph.private_torch import ThreadPatch, autocast_weights_uncached, parts_seen_by, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
@@ -155,6 +155,9 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        out = parts_seen_by(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         given: list[torch.Tensor] = []
         try:
             given = _tensors((args, kwargs))

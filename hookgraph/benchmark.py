@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hookgraph.stats import Shown
+from hookgraph.worth import WORTH_IT
 
-WORTH_IT = 1.05  # times faster; what is below is within what the weather of a machine does
 _GOOD = ("bitwise", "within tolerance")
 BENCHMARK_SCHEMA = 1  # raised whenever a field is added, removed or changes its meaning
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph.errors import CaptureError
-from hookgraph.private_torch import ThreadPatch
+from hookgraph.private_torch import ThreadPatch, parts_seen_by
 from hookgraph.proof import same_bits
 
 _COPIES = ("_to_copy", "copy_")
@@ -70,6 +70,9 @@ class Serve(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        out = parts_seen_by(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         copy = host_copy(func, args, kwargs)
         if copy is None:
             return func(*args, **kwargs)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookgraph import proof, results
+from hookgraph import proof, results, tree
 from hookgraph.audit import Findings, told
-from hookgraph.backends import Backend, Graph
+from hookgraph.backends import Backend, Clock, Graph
 from hookgraph.constants import Serve, makers
 from hookgraph.errors import CaptureError
 from hookgraph.guards import Guards, own_tensors
@@ -25,6 +25,7 @@ from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.results import Rebuilt, Recipe, Shadow
 from hookgraph.signature import Call
 from hookgraph.state import ModuleState
+from hookgraph.worth import Worth
 
 _log = logging.getLogger("hookgraph")
 _SMALL = 1 << 20  # bytes; counters and statistics are smaller, tables are not written
@@ -53,6 +54,12 @@ class Replayed:
     outside: Memories  # what the module's memory that it writes held afterwards
     unseen: str | None  # a write that the audit did not see
     marks: list[Mark]  # the values that it was made with
+    clock: Clock  # has timed what a replay does
+    eager_clock: Clock  # for the eager call that follows
+
+    def worth(self) -> Worth:
+        """How long both took, once eager has run."""
+        return Worth(self.eager_clock.wall_ns(), self.clock.wall_ns())
 
 
 def frozen_argument(written: list[torch.Tensor]) -> Fallback | None:
@@ -204,16 +211,20 @@ class CapturedForward:
         Restores: the memory of the module that the graph writes, and random state; also on failure.
         """
         marks = [Mark(call.leaves[position]) for position in call.tensors]
-        random = _RandomState(call.device) if self._random else None
+        random, clock = _RandomState(call.device) if self._random else None, self.backend.clock()
         written = _memories(self._outside)
         watched = {key: memory for key, memory in _memories(self._small_buffers()).items() if key not in written}
         with self.backend.turn, torch.no_grad():
             before = {key: memory.clone() for key, memory in (written | watched).items()}
             try:
                 self.at_work = True
-                self.inputs.fill(call.leaves)
-                self._graph.launch()
-                rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
+                with clock:  # with what else a replay does, though here it is known
+                    tree.flatten((args, kwargs))
+                    self.before_launch()
+                    self.inputs.fill(call.leaves)
+                    self._graph.launch()
+                    rebuilt = self._recipe.rebuild(call.leaves, args, kwargs, clone=True)
+                    self.guards.changed()
                 arguments = [value.clone() for _, value in rebuilt.arguments]
                 outside = {key: memory.clone() for key, memory in written.items()}
                 unseen = self._unseen_writes(call, watched, before)
@@ -224,7 +235,7 @@ class CapturedForward:
                         memory.copy_(before[key])
                 if random is not None:
                     random.restore()
-        return Replayed(rebuilt, arguments, outside, unseen, marks)
+        return Replayed(rebuilt, arguments, outside, unseen, marks, clock, self.backend.clock())
 
     def _unseen_writes(self, call: Call, watched: Memories, before: Memories) -> str | None:
         """What the graph wrote without the audit having seen it: a kernel that hides its writes."""

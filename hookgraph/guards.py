@@ -294,16 +294,15 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
         if key in found:  # every place, since a view of the same memory may be replaced by itself
             objects[key].append(tensor)
             found[key].append(SideTensor(where, current, tensor, tensor.device != device))
-    referrers = _referrers([tensor for tensors in objects.values() for tensor in tensors])
+    # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
+    each = {id(tensor): tensor for tensors in objects.values() for tensor in tensors}
+    holders, attributes = _holders(list(each.values()), {id(vars(child)) for child in module.modules()})
     for key, tensors in objects.items():
-        # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
-        for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            # Containers of containers cost a pass each: asked for what no attribute of the module holds.
-            deepest = 0 if found[key] else _DEEPEST_HOLDER
-            holders = _locate_by_referrers(tensor, referrers[id(tensor)], deepest)
-            if holders or found[key]:
-                holders += _attributes_that_hold(tensor, referrers[id(tensor)])
-            found[key] += [SideTensor(*holder, tensor, tensor.device != device) for holder in holders]
+        for identity in {id(tensor) for tensor in tensors}:
+            tensor, held = each[identity], holders[identity]
+            if held or found[key]:
+                held += attributes[identity]
+            found[key] += [SideTensor(*place, tensor, tensor.device != device) for place in held]
         if not found[key]:
             kind = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)} on {tensors[0].device}"
             return Fallback(FallbackReason.SIDE_TENSOR, f"{lines[key]}: {kind}")
@@ -313,8 +312,49 @@ def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[
 _Place = tuple[str, Callable[[], Any] | None]
 
 
+def _holders(
+    tensors: list[torch.Tensor], passed_over: set[int]
+) -> tuple[dict[int, list[_Place]], dict[int, list[_Place]]]:
+    """Who holds each tensor, itself or in a container: globals, closures, class attributes, caches.
+
+    The collector goes through the heap for each step away from the tensors, and for all of them at once.
+
+    Args:
+        passed_over: Containers, by identity, that are watched otherwise.
+
+    Returns:
+        The places for each tensor, by its identity; and attributes of objects that nobody can be seen to reach:
+        that one is replaced can be seen, that the object is cannot.
+    """
+    found: dict[int, list[_Place]] = {id(tensor): [] for tensor in tensors}
+    attributes: dict[int, list[_Place]] = {id(tensor): [] for tensor in tensors}
+    things: list[Any] = list(tensors)
+    ways: list[tuple[int, tuple[Any, ...]]] = [(id(tensor), ()) for tensor in tensors]  # and the keys from there
+    for depth in range(_DEEPEST_HOLDER + 1):
+        referrers = _referrers(things)
+        closures = _closures([r for some in referrers.values() for r in some if isinstance(r, types.CellType)])
+        containers: list[Any] = []
+        onwards: list[tuple[int, tuple[Any, ...]]] = []
+        for thing, (tensor, keys) in zip(things, ways, strict=True):
+            for referrer in referrers[id(thing)]:
+                place = _place(referrer, thing, closures)
+                if place is not None:
+                    found[tensor].append((place[0], _further(place[1], keys)))
+                    continue
+                key = _key_of(referrer, thing) if type(referrer) in (list, tuple, dict) else None
+                if key is None:
+                    continue
+                if not depth and type(key) is str:
+                    attributes[tensor].append((f"an attribute {key}", functools.partial(referrer.get, key)))
+                if id(referrer) not in passed_over and referrer is not things:
+                    containers.append(referrer)
+                    onwards.append((tensor, (key, *keys)))
+        things, ways = containers, onwards
+    return found, attributes
+
+
 def _referrers(things: list[Any]) -> dict[int, list[Any]]:
-    """Who refers to each of some objects, by its id; the collector goes through the heap once for all of them."""
+    """Who refers to each of some objects, by its identity."""
     found: dict[int, list[Any]] = {id(thing): [] for thing in things}
     for referrer in gc.get_referrers(*things) if things else ():
         for referent in gc.get_referents(referrer):
@@ -323,37 +363,32 @@ def _referrers(things: list[Any]) -> dict[int, list[Any]]:
     return found
 
 
-def _locate_by_referrers(thing: Any, referrers: list[Any], deepest: int) -> list[_Place]:
-    """Ask those who refer to a tensor how they hold it: globals, closures, class attributes, caches.
-
-    Args:
-        deepest: How many containers may lie between.
-    """
-    found: list[_Place] = []
-    for referrer in referrers:
-        if isinstance(referrer, types.CellType) and _is_closure(referrer):
-            found.append(("a closure", functools.partial(getattr, referrer, "cell_contents")))
-        elif isinstance(referrer, functools._lru_cache_wrapper):
-            # Its entries depend on its arguments alone: kept alive as long as the graph, they fit.
-            found.append((f"the cache of {referrer.__qualname__}", None))
-        elif isinstance(referrer, dict) and _is_namespace(referrer):
-            key = _key_of(referrer, thing)
-            found.append((f"the global {key}", functools.partial(referrer.__getitem__, key)))
-        elif isinstance(referrer, (list, tuple, dict)) and deepest:
-            for where, holder in _locate_by_referrers(referrer, gc.get_referrers(referrer), deepest - 1):
-                inner = functools.partial(_item_of, holder, _key_of(referrer, thing)) if holder is not None else None
-                found.append((where, inner))
-    return found
+def _closures(cells: list[types.CellType]) -> set[int]:
+    """Which cells belong to a function that outlives the call, not to a running frame alone."""
+    owners = {cell: [r for r in some if type(r) is tuple] for cell, some in _referrers(cells).items()}
+    users = _referrers([owner for some in owners.values() for owner in some])
+    return {
+        cell
+        for cell, some in owners.items()
+        if any(isinstance(user, types.FunctionType) for owner in some for user in users[id(owner)])
+    }
 
 
-def _attributes_that_hold(tensor: torch.Tensor, referrers: list[Any]) -> list[_Place]:
-    """Attributes of objects that nobody can be seen to reach; that an attribute is replaced can be seen."""
-    found: list[_Place] = []
-    for referrer in referrers:
-        if isinstance(referrer, dict) and not _is_namespace(referrer):
-            keys = [key for key, value in referrer.items() if value is tensor]
-            found += [(f"an attribute {key}", functools.partial(referrer.get, key)) for key in keys if type(key) is str]
-    return found
+def _place(referrer: Any, thing: Any, closures: set[int]) -> _Place | None:
+    """How something that outlives the call holds an object."""
+    if id(referrer) in closures:
+        return "a closure", functools.partial(getattr, referrer, "cell_contents")
+    if isinstance(referrer, functools._lru_cache_wrapper):
+        # Its entries depend on its arguments alone: kept alive as long as the graph, they fit.
+        return f"the cache of {referrer.__qualname__}", None
+    if isinstance(referrer, dict) and _is_namespace(referrer):
+        key = _key_of(referrer, thing)
+        return (f"the global {key}", functools.partial(referrer.__getitem__, key)) if key is not None else None
+    return None
+
+
+def _further(holder: Callable[[], Any] | None, keys: tuple[Any, ...]) -> Callable[[], Any] | None:
+    return holder if holder is None or not keys else functools.partial(_item_of, holder, keys)
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
@@ -361,12 +396,15 @@ def _is_namespace(holder: dict[Any, Any]) -> bool:
     return "__name__" in holder or "__module__" in holder
 
 
-def _item_of(holder: Callable[[], Any], key: Any) -> Any:
-    return holder()[key]
+def _item_of(holder: Callable[[], Any], keys: tuple[Any, ...]) -> Any:
+    thing = holder()
+    for key in keys:
+        thing = thing[key]
+    return thing
 
 
 def _key_of(holder: Any, wanted: Any) -> Any:
-    """Where in a dict or sequence an object is.
+    """Where in a dict or sequence an object is; None where it is not, but its key, say.
 
     A plain loop: a generator expression would keep ``wanted`` in a cell, and that cell would be
     found as a closure that holds the tensor.
@@ -374,10 +412,4 @@ def _key_of(holder: Any, wanted: Any) -> Any:
     for key, item in holder.items() if isinstance(holder, dict) else enumerate(holder):
         if item is wanted:
             return key
-    raise KeyError("the object is not in this container any more")
-
-
-def _is_closure(cell: types.CellType) -> bool:
-    """Whether a cell belongs to a function that outlives the call, not to a running frame alone."""
-    owners = [owner for owner in gc.get_referrers(cell) if isinstance(owner, tuple)]
-    return any(isinstance(user, types.FunctionType) for owner in owners for user in gc.get_referrers(owner))
+    return None

@@ -195,13 +195,14 @@ class ModuleHooks:
             raise
 
     def remove(self) -> None:
-        """Take out what is ours; where another library wrapped on top of it, switch it off instead."""
+        """Take out what is ours, and give back all memory; where another library wrapped on top, switch it off instead."""
         with self._lock:  # the seam is not put back from now on
             self._active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._end.detach()
+        self.runner.release()  # what it knows of the module includes the seam
         module = self._module()
         if module is None:
             return
@@ -211,13 +212,15 @@ class ModuleHooks:
         seam = self._seam()
         if seam is None:  # another library has dropped it
             return
-        current: object = module.__dict__.get("forward")
-        if current is seam:
+        if module.__dict__.get("forward") is seam:
             if self._found is ABSENT:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._found
-        _replace_references(seam, self._plain(module))
+        del seam
+        seam = self._seam()
+        if seam is not None:  # somebody else holds it; to find out who takes a pass through the heap
+            _replace_references(seam, self._plain(module))
 
     def _plain(self, module: nn.Module) -> Any:
         return _plain_forward(module) if self._found is ABSENT else self._found

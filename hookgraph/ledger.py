@@ -21,6 +21,7 @@ from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Call, Signature
 from hookgraph.stats import SignatureStats
 from hookgraph.unretained import Unretained
+from hookgraph.worth import WORTH_IT, Verdict, Worth
 
 _MOST_BLOCKED = 256  # signatures remembered as blocked; they hold no tensors
 _MOST_RECENT = 4  # calls whose looks are kept, one a signature: guidance alternates between two
@@ -47,6 +48,7 @@ class Entry:
     seen: Guards | None = None  # the module as the last warm-up left it
     places: list[SideTensor] | Fallback | None = None  # where that found the side tensors, or why one cannot be watched
     graph: CapturedForward | None = None
+    worth: Worth | None = None  # of the graph, once it was timed
     counters: Counters = field(default_factory=Counters)
 
     def change_since_warmup(self) -> str | None:
@@ -64,6 +66,7 @@ class Entry:
             self.graph.release()
         self.graph, self.findings, self.seen, self.places, self.stage = None, None, None, None, stage
         self.steady_warmups = self.changing_warmups = 0
+        self.worth = None
 
     def invalidate(self) -> None:
         """Let the module's change have its way: warm up anew."""
@@ -84,7 +87,7 @@ class Entry:
 
     def describe(self) -> SignatureStats:
         """Its counts and the memory of its graph."""
-        counts, graph = self.counters.read(), self.graph
+        counts, graph, worth = self.counters.read(), self.graph, self.worth
         return SignatureStats(
             summary=self.signature.summary(), state=self.stage.value, calls=counts.calls, **counts.outcomes,
             detail=str(self.blocked) if self.blocked is not None else "",
@@ -92,7 +95,16 @@ class Entry:
             output_bytes=graph.output_bytes if graph is not None else 0,
             capture_ns=graph.capture_ns if graph is not None else None,
             nodes=graph.operators if graph is not None else None,
+            eager_ms=worth.eager_ns / 1e6 if worth is not None else None,
+            replay_ms=worth.replay_ns / 1e6 if worth is not None else None, verdict=self._verdict().value,
         )  # fmt: skip
+
+    def _verdict(self) -> Verdict:
+        if self.graph is None or self.worth is None or self.stage is not Stage.TRUSTED:
+            return Verdict.UNKNOWN
+        if not self.graph.backend.promises_speed:
+            return Verdict.REHEARSAL
+        return Verdict.WORTH_IT if self.worth.speedup >= WORTH_IT else Verdict.NOT_WORTH_IT
 
 
 class Ledger:

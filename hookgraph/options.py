@@ -25,6 +25,7 @@ class Options:
     max_graphs: int = 4
     max_batch_size: int | None = None
     max_bytes: int | None = None
+    min_speedup: float | None = None
     warmup: int = 1
     verify: int = 1
     verify_every: int | None = None
@@ -48,6 +49,13 @@ class Options:
                 allowed_none = " or None" if name in _MAY_BE_NONE else ""
                 raise AttachError(f"{name}={value!r}: expected an int of at least {least}{allowed_none}")
 
+        if self.min_speedup is not None:
+            if type(self.min_speedup) not in (int, float) or not 0 < self.min_speedup < float("inf"):
+                raise AttachError(f"min_speedup={self.min_speedup!r}: expected a positive number, such as 1.1, or None")
+            if not self.verify:
+                raise AttachError(
+                    "min_speedup needs verify=1 or more: graphs are timed while they are compared with eager"
+                )
         if not all(type(name) is str for name in self.read_only):
             raise AttachError(
                 f"read_only={self.read_only!r}: expected names of arguments, such as ('past_key_values',)"

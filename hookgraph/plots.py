@@ -11,6 +11,7 @@ from hookgraph.counters import Outcome
 from hookgraph.errors import HookgraphError
 from hookgraph.recording import Recording
 from hookgraph.stats import ModuleStats, Stats
+from hookgraph.worth import WORTH_IT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,6 +84,38 @@ def memory(stats: Stats | ModuleStats, ax: Axes | None = None) -> Axes:
     ax = _bars(ax, scaled, _MEMORY_COLOURS)
     ax.set_xlabel(f"retained memory ({unit})")
     ax.set_title("Memory by graph")
+    return _finish(ax)
+
+
+def speedup(stats: Stats | ModuleStats, ax: Axes | None = None) -> Axes:
+    """Draw one bar a graph: how many times as fast as eager a replay was when the two were compared.
+
+    Graphs that were never timed (``verify=0``, or still on probation) are left out.
+
+    Args:
+        stats: ``handle.stats``, or the stats of one module.
+        ax: where to draw; None makes a figure.
+    """
+    modules = _modules(stats)
+    rows = [
+        (f"{module.label}: {signature.summary}" if len(modules) > 1 else signature.summary, signature)
+        for module in modules
+        for signature in module.signatures
+        if signature.speedup is not None
+    ]
+    rows = sorted(rows, key=lambda row: -(row[1].speedup or 0.0))[:_MOST_ROWS]
+    ax = _axes(ax, len(rows))
+    for place, (_, signature) in enumerate(rows):
+        times_as_fast = signature.speedup or 0.0
+        colour = _COLOURS[Outcome.REPLAY if times_as_fast >= WORTH_IT else Outcome.EAGER]
+        ax.barh(place, times_as_fast, color=colour, height=0.7)
+        note = f"{times_as_fast:.2f}× {signature.verdict}"
+        ax.annotate(note, (times_as_fast, place), xytext=(6, 0), textcoords="offset points", va="center")
+    ax.axvline(1, color="#000000", linewidth=1)  # eager
+    _name_rows(ax, [_short(label) for label, _ in rows])
+    ax.set_xlabel("times as fast as eager")
+    ax.set_title("Speed-up by graph")
+    ax.margins(x=0.3)
     return _finish(ax)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hookgraph.reasons import Fallback, FallbackReason
+from hookgraph.worth import Worth
 
 MOST_CHANGING_WARMUPS = 3  # a forward that still changes attributes after so many calls always will
 REST = 32  # eager calls before an unstable or blocked signature may get another chance
@@ -110,6 +111,20 @@ def judge_warmup(
     if change is not None:
         return Verdict(False, Fallback(FallbackReason.CHANGES_STATE, change))
     return Verdict(False, seen or Fallback(FallbackReason.HOST_COPY, f"{host_copies} copies, not the same each call"))
+
+
+def judge_worth(worth: Worth | None, min_speedup: float | None) -> Fallback | None:
+    """Why a graph that was timed is given up; None where it may stay.
+
+    Example:
+        >>> judge_worth(Worth(eager_ns=1_020, replay_ns=1_000), min_speedup=1.1).detail
+        '1.02 times as fast as eager, min_speedup=1.1'
+    """
+    if worth is None or min_speedup is None or worth.speedup >= min_speedup:
+        return None
+    return Fallback(
+        FallbackReason.NOT_WORTH_IT, f"{worth.speedup:.2f} times as fast as eager, min_speedup={min_speedup:g}"
+    )
 
 
 _HABIT_AFTER = 3

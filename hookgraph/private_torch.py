@@ -49,6 +49,30 @@ def function_modes() -> tuple[Any, ...] | None:
     return tuple(mode.device for mode in modes)
 
 
+def parts_seen_by(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that is made of others inside a dispatch mode, which then sees those.
+
+    Outside inference mode they arrive one by one anyway; inside it, ``linear``, ``to`` or
+    ``scaled_dot_product_attention`` arrives whole, and what it does would stay hidden: which kernel it
+    chose, what it copied, what it read back.
+
+    Returns:
+        What the operator returned; NotImplemented for one that is a kernel of its own.
+    """
+    if not _is_composite(func):
+        return NotImplemented
+    with mode:
+        return func._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    name = func.name()
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
+    own = any(has_kernel(name, key) for key in ("CPU", "CUDA"))
+    return bool(has_kernel(name, "CompositeImplicitAutograd")) and not own
+
+
 # A context manager that shows a span in a running profiler.  ``torch.profiler.record_function`` would do
 # it by an operator, which audits and tapes would see.
 profiler_span: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast

@@ -83,6 +83,10 @@ class FallbackReason(StrEnum):
     BATCH_SIZE = "batch_size", "the batch is larger than max_batch_size", "raise max_batch_size, or split the batch"
     LIMIT = "limit", "max_graphs signatures are retained already", "raise max_graphs, or pad inputs to fewer shapes"
     MEMORY = "memory", "retaining another graph would pass max_bytes", "raise max_bytes"
+    NOT_WORTH_IT = (
+        "not_worth_it", "a replay is not min_speedup times as fast as eager, and the graph was dropped",
+        "lower min_speedup; where the device is busy already, a graph buys nothing",
+    )  # fmt: skip
     SCALAR_CHURN = (
         "scalar_churn", "a number that is not a tensor changes from call to call",
         "pass it as a tensor on the module's device",

@@ -16,7 +16,7 @@ from torch import nn
 
 from hookgraph import ambient, graphs, guards, policy, refusals, signature, switch
 from hookgraph.audit import Audit, Findings, told, watch
-from hookgraph.backends import Backends
+from hookgraph.backends import Backends, Clock
 from hookgraph.counters import Counters, Outcome
 from hookgraph.errors import CaptureError, FallbackError, HookgraphError, HookgraphWarning
 from hookgraph.explain import Explanation
@@ -39,6 +39,8 @@ _REPLAY = policy.Decision(Plan.REPLAY)
 _LOUD = {FallbackReason.LIMIT, FallbackReason.PARITY}
 _OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _NO_PLACE = {FallbackReason.LIMIT, FallbackReason.SCALAR_CHURN}
+
+_UNTIMED = contextlib.nullcontext()
 
 Forward = Callable[..., Any]
 
@@ -290,9 +292,10 @@ class Runner:
         self._failed = True
         return Fallback(FallbackReason.INTERNAL_ERROR, told(error))
 
-    def _call(self, forward: Forward, args: Any, kwargs: Any, entry: Entry | None) -> Any:
+    def _call(self, forward: Forward, args: Any, kwargs: Any, entry: Entry | None, clock: Clock | None = None) -> Any:
         try:
-            return self._run_forward(forward, args, kwargs)
+            with clock or _UNTIMED:
+                return self._run_forward(forward, args, kwargs)
         except BaseException:
             self._mark(Outcome.ERROR, entry)
             raise
@@ -468,9 +471,10 @@ class Runner:
                 raise
         if fallback is not None or graph is None or replayed is None:
             return self.eager(fallback or Fallback(FallbackReason.BUSY), forward, args, kwargs, entry)
-        output = self._call(forward, args, kwargs, entry)
+        output = self._call(forward, args, kwargs, entry, replayed.eager_clock)
         try:
             fallback = self._compare(graph, replayed, output, lambda: self._run_forward(forward, args, kwargs))
+            worth = replayed.worth()
         except Exception as error:
             fallback = self._own_fault(error)
         except BaseException:
@@ -481,14 +485,24 @@ class Runner:
                 entry.replays += outcome is Outcome.REPLAY
                 entry.proofs_left = max(entry.proofs_left - 1, 0)
                 entry.served()
+                entry.worth = worth.best(entry.worth)
                 if not entry.proofs_left and entry.stage is Stage.CAPTURED:
-                    entry.stage = Stage.TRUSTED
+                    self._trust(entry)
             else:
                 self._set_blocked(entry, fallback)
         self._mark(outcome if fallback is None else Outcome.EAGER, entry, fallback)
         if fallback is not None:
             self._tell(fallback)
         return output
+
+    def _trust(self, entry: Entry) -> None:
+        """Let a graph that is proved serve alone, if it is worth it."""
+        entry.stage = Stage.TRUSTED
+        assert entry.graph is not None
+        if entry.graph.backend.promises_speed:
+            unworthy = policy.judge_worth(entry.worth, self.options.min_speedup)
+            if unworthy is not None:
+                self._set_blocked(entry, unworthy)
 
     def _compare(
         self, graph: CapturedForward, replayed: Replayed, output: Any, again: Callable[[], Any]

@@ -13,7 +13,7 @@ from hookgraph.frames import frame
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-STATS_SCHEMA = 2  # raised whenever a field is added, removed or changes its meaning
+STATS_SCHEMA = 3  # raised whenever a field is added, removed or changes its meaning
 
 _MIB = 1 << 20
 _OUTCOMES = ("warmups", "captures", "replays", "eager", "errors")
@@ -55,6 +55,11 @@ class SignatureStats:
         output_bytes: retained static outputs.
         capture_ns: time that the capture took; None before it.
         nodes: operators on the tape; None where the backend does not know.
+        eager_ms: the shortest time that the call took eager while its graph was compared with it, the longer of
+            the host's and the device's; None before the graph is trusted.
+        replay_ms: the same of a replay.
+        verdict: ``"worth it"``, ``"not worth it"`` (less than 5 % faster), ``"rehearsal"`` (the tape promises no
+            speed) or ``"not measured"``.
     """
 
     summary: str
@@ -70,6 +75,28 @@ class SignatureStats:
     output_bytes: int = 0
     capture_ns: int | None = None
     nodes: int | None = None
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+    verdict: str = "not measured"
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as eager a replay is; None where it was not measured."""
+        return self.eager_ms / self.replay_ms if self.eager_ms is not None and self.replay_ms else None
+
+    @property
+    def bytes_per_ms_saved(self) -> float | None:
+        """What a saved millisecond costs in static inputs and outputs; None where nothing is saved."""
+        if self.eager_ms is None or self.replay_ms is None or self.eager_ms <= self.replay_ms:
+            return None
+        return (self.input_bytes + self.output_bytes) / (self.eager_ms - self.replay_ms)
+
+    @property
+    def saved_ms(self) -> float:
+        """What the replays saved in all, by these times."""
+        if self.eager_ms is None or self.replay_ms is None:
+            return 0.0
+        return self.replays * (self.eager_ms - self.replay_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -192,13 +219,15 @@ class Stats(Shown):
         """
         if rows not in ("signatures", "modules"):
             raise HookgraphError(f"to_frame(rows={rows!r}): one row is one of 'signatures' or 'modules'")
-        modules = [{"module": module.label, **asdict(module)} for module in self.modules]
         if rows == "modules":
+            modules = [{"module": module.label, **asdict(module)} for module in self.modules]
             return frame([{name: module[name] for name in _MODULE_COLUMNS} for module in modules], _MODULE_COLUMNS)
         signatures = [
-            {"module": module["module"], **signature} for module in modules for signature in module["signatures"]
+            {"module": module.label, **asdict(signature), "speedup": signature.speedup}
+            for module in self.modules
+            for signature in module.signatures
         ]
-        return frame(signatures, ["module", *SignatureStats.__dataclass_fields__])
+        return frame(signatures, ["module", *SignatureStats.__dataclass_fields__, "speedup"])
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Stats:

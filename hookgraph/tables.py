@@ -27,6 +27,7 @@ from hookgraph.reasons import FallbackReason
 from hookgraph.recording import Recording
 from hookgraph.stats import ModuleStats, SignatureStats, Stats, format_mib, plural
 from hookgraph.unretained import OTHERS
+from hookgraph.worth import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ _GOOD = "#0072B2"
 _BAD = "#D55E00"
 _STATE_STYLES = {"trusted": _GOOD, "blocked": _BAD}
 _OUTCOME_STYLES = {"calls": "", "warmups": "", "captures": "", "replays": _GOOD, "eager": _BAD, "errors": _BAD}
+_VERDICT_STYLES = {Verdict.WORTH_IT.value: _GOOD, Verdict.NOT_WORTH_IT.value: _BAD}
 _SIGNATURE_STYLES = {"calls": "", "replays": _GOOD, "eager": _BAD}
 
 _REASONS = {reason.value: reason for reason in FallbackReason}
@@ -159,16 +161,17 @@ def signatures_table(module: ModuleStats) -> Table:
     table.add_column("state", no_wrap=True)
     for name, style in _SIGNATURE_STYLES.items():
         _add_number_column(table, name, _count(getattr(module, name), style) if several else "")
-    _add_number_column(table, "capture ms", "")
     _add_number_column(table, "MiB", Text(format_mib(module.bytes)) if several else "")
+    _add_number_column(table, "speed-up", "")
+    table.add_column("verdict", no_wrap=True)
     for signature in module.signatures:
         table.add_row(*_signature_cells(signature))
     if loose_calls:
         rest = [_count(getattr(module, name) - _sum(module, name), style) for name, style in _SIGNATURE_STYLES.items()]
-        table.add_row(Text("(calls without a retained signature)"), "", *rest, "", "")
+        table.add_row(Text("(calls without a retained signature)"), "", *rest, "", "", "")
     if module.bytes != held:
-        blank = [""] * (len(_SIGNATURE_STYLES) + 2)
-        table.add_row(Text("(memory of the graphs)"), *blank, Text(format_mib(module.bytes - held)))
+        blank = [""] * (len(_SIGNATURE_STYLES) + 1)
+        table.add_row(Text("(memory of the graphs)"), *blank, Text(format_mib(module.bytes - held)), "", "")
     table.show_footer = several
     return table
 
@@ -319,7 +322,22 @@ def _headline(stats: Stats) -> Text:
     if not stats.balanced:
         return Text(" These counts do not balance: a mistake in hookgraph; please report it.\n", style=f"bold {_BAD}")
     share = f" ({stats.replays / stats.calls:.0%})" if stats.calls else ""
-    return Text(f" {stats.replays} of {stats.calls} calls replayed{share}.\n")
+    return Text(f" {stats.replays} of {stats.calls} calls replayed{share}{_saved(stats)}.\n")
+
+
+def _saved(stats: Stats) -> str:
+    """What the replays saved, where times promise anything."""
+    timed = [
+        signature
+        for module in stats.modules
+        for signature in module.signatures
+        if signature.verdict in _VERDICT_STYLES and signature.replays
+    ]
+    if not timed:
+        return ""
+    replayed = sum(signature.replays * (signature.replay_ms or 0.0) for signature in timed) / 1e3
+    eager = replayed + sum(signature.saved_ms for signature in timed) / 1e3
+    return f": about {replayed:,.2f} s where eager takes {eager:,.2f} s"
 
 
 def _signatures_title(module: ModuleStats) -> str:
@@ -334,13 +352,14 @@ def _signature_cells(signature: SignatureStats) -> list[RenderableType]:
     summary = Text(signature.summary)
     if signature.detail:
         summary.append(f"\n{signature.detail}", style="italic")
-    capture = "" if signature.capture_ns is None else f"{signature.capture_ns / 1e6:,.1f}"
+    verdict = "" if signature.verdict == Verdict.UNKNOWN else signature.verdict
     return [
         summary,
         Text(signature.state, style=_STATE_STYLES.get(signature.state, "")),
         *(_count(getattr(signature, name), style) for name, style in _SIGNATURE_STYLES.items()),
-        Text(capture),
         Text(format_mib(_signature_bytes(signature))),
+        Text("" if signature.speedup is None else f"{signature.speedup:.2f}×"),
+        Text(verdict, style=_VERDICT_STYLES.get(verdict, "")),
     ]
 
 

@@ -155,6 +155,7 @@ BAD_OPTIONS: dict[str, list[Any]] = {
     "max_graphs": [0, -1, 2.5, "4", None, True],
     "max_batch_size": [0, -1, "2", 1.5],
     "max_bytes": [-1, "1GB", 0.5],
+    "min_speedup": [0, -1.5, "1.1", True, float("inf"), float("nan")],
     "warmup": [0, -1, 1.5, None],
     "verify": [-1, 0.5, None],
     "guards": ["fulll", None, True],
@@ -176,6 +177,11 @@ BAD_OPTIONS: dict[str, list[Any]] = {
 def test_a_bad_option_is_named(option: str, value: Any) -> None:
     with pytest.raises(hookgraph.AttachError, match=rf"{option}.*{re.escape(repr(value))}"):
         hookgraph.attach(mlp(), **{option: value})
+
+
+def test_what_is_not_compared_is_not_timed() -> None:
+    with pytest.raises(hookgraph.AttachError, match="min_speedup needs verify=1"):
+        hookgraph.attach(mlp(), min_speedup=1.1, verify=0)
 
 
 def test_an_unknown_option_is_python_s_own_error() -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that everyone uses)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hookgraph
 from tests.modules import Does
@@ -785,3 +786,60 @@ def test_a_sparse_buffer_that_nobody_uses() -> None:
     with build(lambda m, v: m.linear(v), lambda: {"odd": torch.eye(2).to_sparse()}) as twins:
         steadily(twins, 5)
         assert twins.count("replays") >= 3
+
+
+# -- operators that arrive whole in inference mode ----------------------------------------------------------
+
+
+def _attention(m: Any, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(v, v, v)
+
+
+def test_a_kernel_is_chosen_inside_the_forward() -> None:
+    """Which kernel an attention used is recorded, and not asked again outside of the forward's own context."""
+    with torch.inference_mode(), build(_attention) as twins:
+        steadily(twins, 6, lambda: (x(1, 2, 22, 16),))
+        assert twins.count("replays") >= 3
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda m, v: F.one_hot((v * 10).long().abs()), "read_back"),
+        (lambda m, v: v * bool(torch.allclose(v, v)), "read_back"),
+        (lambda m, v: F.dropout(v, training=False) + 1, None),
+    ],
+    ids=["one_hot", "allclose", "dropout at inference"],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_an_operator_does_inside(mode: Any, forward: Callable[..., Any], reason: str | None) -> None:
+    with mode(), build(forward) as twins:
+        steadily(twins, 4)
+        outcome = "replays" if reason is None else f"eager:{reason}"
+        assert twins.outcomes[-1] == outcome, twins.outcomes
+
+
+TABLES: list[list[torch.Tensor]] = []
+
+
+def test_an_attribute_is_also_read_through_a_list_of_a_global() -> None:
+    """Each way by which a tensor can be reached is watched, those through containers too."""
+
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        return m.linear(v) + TABLES[0][0]
+
+    def replace(_: nn.Module) -> None:
+        TABLES[0][0] = torch.full((4,), 7.0)
+
+    try:
+        with build(forward) as twins:
+            table = torch.ones(4)
+            TABLES.append([table])
+            twins.apply(lambda module: setattr(module, "table", table))
+            steadily(twins, 5)
+            assert twins.count("replays") >= 3
+            replace(twins.modules.attached)
+            steadily(twins, 2)
+    finally:
+        TABLES.clear()

@@ -35,6 +35,14 @@ def without_grad() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def attention_backend_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``module.set_attention_backend`` leaves its choice on the whole process; ``reset`` takes it off the module only."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
+
+
 class Driven:
     """A model and its twin, and the calls that their pipeline has yet to make."""
 
@@ -153,6 +161,20 @@ def test_attention_backend() -> None:
         driven.event(lambda module: module.reset_attention_backend())
         assert driven.calls(4)[0] != "replays"
         assert driven.twins.outcomes[-1] == "replays"
+
+
+@pytest.mark.parametrize("verify", [1, 0])
+def test_attention_backend_of_the_process(verify: int) -> None:
+    """``diffusers.attention_backend`` switches every model without touching any."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with Driven(verify=verify) as driven:
+        driven.calls(4)
+        with attention_backend("_native_math"):
+            assert driven.calls(3)[0] == "warmups"
+        assert driven.calls(1) == ["replays"]
+        with attention_backend("_native_math"):
+            assert driven.calls(1) == ["replays"]
 
 
 def test_attention_processors_are_fused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,19 @@ TWO = Stats.of(
         module("vae", replays=2, eager=7, errors=1),
     ],
     pool_bytes=3 * MIB,
+)
+
+
+def timed(summary: str, eager_ms: float, replay_ms: float, verdict: str) -> SignatureStats:
+    known = signature(summary, MIB, MIB)
+    return dataclasses.replace(known, eager_ms=eager_ms, replay_ms=replay_ms, verdict=verdict)
+
+
+TIMED = Stats.of(
+    [
+        module("vae", timed("slow", 5.0, 5.0, "not worth it"), signature("on probation", MIB, 0)),
+        module("unet", timed("fast", 8.0, 2.0, "worth it")),
+    ]
 )
 
 
@@ -153,6 +167,16 @@ def test_memory_has_a_unit_that_fits(size: int, unit: str, drawn: float) -> None
     assert rows(ax) == ["x"]
 
 
+def test_speedup_is_a_bar_for_each_graph_that_was_timed() -> None:
+    ax = plots.speedup(TIMED)
+    assert rows(ax) == ["unet: fast", "vae: slow"]
+    assert [bar.get_width() for bar in ax.patches] == [4.0, 1.0]
+    assert [text.get_text() for text in ax.texts] == ["4.00× worth it", "1.00× not worth it"]
+    assert len({to_hex(bar.get_facecolor()) for bar in ax.patches}) == 2
+    (eager,) = ax.lines
+    assert list(eager.get_xdata()) == [1, 1]
+
+
 def test_of_many_rows_the_small_ones_are_summed() -> None:
     many = Stats.of([module(f"blocks.{index}", replays=index) for index in range(60)])
     ax = plots.outcomes(many)
@@ -234,7 +258,13 @@ def test_real_stats_and_a_real_recording() -> None:
 
 # -- how it is drawn ------------------------------------------------------------------------------
 
-ALL = [(plots.outcomes, TWO), (plots.memory, TWO), (plots.timeline, recorded()), (plots.signatures, recorded())]
+ALL = [
+    (plots.outcomes, TWO),
+    (plots.memory, TWO),
+    (plots.speedup, TIMED),
+    (plots.timeline, recorded()),
+    (plots.signatures, recorded()),
+]
 each_plot = pytest.mark.parametrize(("draw", "shown"), ALL, ids=[draw.__name__ for draw, _ in ALL])
 Draw = Callable[..., Axes]
 
@@ -280,7 +310,7 @@ def test_it_is_drawn_without_a_complaint(draw: Draw, shown: Any, tmp_path: Any) 
 
 @pytest.mark.parametrize(
     ("draw", "nothing"),
-    [(plots.outcomes, Stats.of([])), (plots.memory, Stats.of([])), (plots.timeline, Recording(1)),
+    [(plots.outcomes, Stats.of([])), (plots.memory, Stats.of([])), (plots.speedup, TWO), (plots.timeline, Recording(1)),
      (plots.signatures, Recording(1))],
     ids=[draw.__name__ for draw, _ in ALL],
 )  # fmt: skip
@@ -288,7 +318,7 @@ def test_nothing_is_drawn_of_nothing(draw: Draw, nothing: Any, tmp_path: Any) ->
     ax = draw(nothing)
     ax.figure.savefig(tmp_path / "plot.png")
     assert not ax.patches
-    assert not ax.lines
+    assert len(ax.lines) == (draw is plots.speedup)  # eager's own line
     assert not legend(ax)
 
 
@@ -297,6 +327,7 @@ def test_nothing_is_drawn_of_nothing(draw: Draw, nothing: Any, tmp_path: Any) ->
     [
         (plots.outcomes, recorded(), "needs Stats or ModuleStats, such as handle.stats, not Recording"),
         (plots.memory, {}, "needs Stats or ModuleStats, such as handle.stats, not dict"),
+        (plots.speedup, None, "needs Stats or ModuleStats, such as handle.stats, not NoneType"),
         (plots.timeline, TWO, r"needs what handle.recording\(\) gives, not Stats"),
         (plots.signatures, None, r"needs what handle.recording\(\) gives, not NoneType"),
     ],

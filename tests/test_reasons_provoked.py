@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hookgraph
 from hookgraph import signature
 from hookgraph.audit import Audit, watch
+from hookgraph.backends.tape import TapeBackend
 from hookgraph.reasons import Fallback, FallbackReason
 from tests.modules import Does, Drops, Fragile, Scaled, Tagged, mlp
 from tests.parity import check_balance
@@ -252,6 +254,15 @@ def foreign_hook() -> hookgraph.Attachment:
     return handle
 
 
+def not_worth_it() -> hookgraph.Attachment:
+    module = mlp()
+    handle = attached(module, min_speedup=1e6)
+    with mock.patch.object(TapeBackend, "promises_speed", True):  # as if it were a GPU
+        for step in range(4):
+            module(X + step)
+    return handle
+
+
 # How each is provoked, and what the detail has to name.
 PROVOKED: dict[str, tuple[Callable[[], hookgraph.Attachment], str]] = {
     "disabled": (disabled, ""),
@@ -271,6 +282,7 @@ PROVOKED: dict[str, tuple[Callable[[], hookgraph.Attachment], str]] = {
     "batch_size": (lambda: does(lambda m, x: m.linear(x), X, max_batch_size=1), "2 > 1"),
     "limit": (lambda: _limit(), "max_graphs=1"),
     "memory": (lambda: does(lambda m, x: m.linear(x), X, calls=2, max_bytes=1), "bytes > 1"),
+    "not_worth_it": (not_worth_it, "times as fast as eager, min_speedup=1e+06"),
     "scalar_churn": (scalar_churn, "args[1]"),
     "read_back": (lambda: does(lambda m, x: m.linear(x) * x.sum().item(), X), "test_reasons_provoked.py:"),
     "changes_state": (changes_state, "step"),

@@ -102,7 +102,7 @@ def test_to_dict_is_json_and_comes_back_equal() -> None:
     stats = Stats.of([module(), module(name="")], pool_bytes=3)
     data = stats.to_dict()
 
-    assert data["schema"] == STATS_SCHEMA == 2
+    assert data["schema"] == STATS_SCHEMA == 3
     assert json.loads(json.dumps(data)) == data
     assert Stats.from_dict(data) == stats
     assert Stats.from_json(stats.to_json(indent=2)) == stats
@@ -127,13 +127,14 @@ def test_fields_of_the_schema() -> None:
     ]  # fmt: skip
     assert list(data["modules"][0]["signatures"][0]) == [
         *["summary", "state"], *counts, *["detail", "input_bytes", "output_bytes", "capture_ns", "nodes"],
+        *["eager_ms", "replay_ms", "verdict"],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param({"schema": 3}, r"cannot read schema 3, this version reads 2", id="a later schema"),
+        pytest.param({"schema": 4}, r"cannot read schema 4, this version reads 3", id="a later schema"),
         pytest.param({"schema": None}, r"cannot read schema None", id="no schema"),
         pytest.param({"speed": 1}, r"not what to_dict\(\) gives.*speed", id="an unknown field"),
         pytest.param({"modules": [{"name": "x"}]}, r"not what to_dict\(\) gives.*signatures", id="a module cut short"),
@@ -180,7 +181,7 @@ def test_reading_numbers_loads_no_rich() -> None:
 def test_frame_has_a_row_a_signature() -> None:
     stats = Stats.of([module(), module(name="", signatures=(signature(), signature(summary="y", calls=9)))])
     shown = stats.to_frame()
-    assert list(shown.columns) == ["module", *SignatureStats.__dataclass_fields__]
+    assert list(shown.columns) == ["module", *SignatureStats.__dataclass_fields__, "speedup"]
     assert list(shown["module"]) == ["transformer", "Transformer", "Transformer"]
     assert list(shown["summary"]) == ["x f32 (2,3)", "x f32 (2,3)", "y"]
     assert list(shown["calls"]) == [7, 7, 9]

@@ -44,10 +44,23 @@ class Graph(Protocol):
         ...
 
 
+class Clock(Protocol):
+    """Times the work inside ``with``; it may be entered again, and then forgets what was."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wall_ns(self) -> int:
+        """The longer of the host's time and of the device's, in nanoseconds; waits for the device."""
+        ...
+
+
 class Backend(Protocol):
     """Captures forwards on one device."""
 
     name: str
+    promises_speed: bool  # whether a replay may be expected to take less time than eager
 
     def refuses(self, module: torch.nn.Module) -> Fallback | None:
         """Why no forward of this module can be captured here, whatever its arguments."""
@@ -74,6 +87,10 @@ class Backend(Protocol):
 
         One object, entered again and again, also from inside itself.
         """
+        ...
+
+    def clock(self) -> Clock:
+        """A clock for work on the caller's current stream."""
         ...
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    promises_speed = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,6 +59,9 @@ class CudaBackend:
 
     def refuses(self, module: torch.nn.Module) -> Fallback | None:
         return None
+
+    def clock(self) -> DeviceClock:
+        return DeviceClock(self.device)
 
     # -- capture -------------------------------------------------------------------------------
 
@@ -234,6 +239,30 @@ class _Turn:
     def synchronize(self) -> None:
         """Let the device finish the work of all turns so far."""
         self._finished.synchronize()
+
+
+class DeviceClock:
+    """Times work on the host, and on the device from its first kernel to its last.
+
+    Where the host is slower than the device, the gaps between the kernels count: either way the
+    longer of the two is what a call costs in a stream of calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._first.record(torch.cuda.current_stream(self._device))
+        self._started = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._taken = time.perf_counter_ns() - self._started
+        self._last.record(torch.cuda.current_stream(self._device))
+
+    def wall_ns(self) -> int:
+        self._last.synchronize()
+        return max(self._taken, int(1e6 * self._first.elapsed_time(self._last)))
 
 
 def _current_stream(index: int) -> int:

@@ -12,6 +12,7 @@ A rehearsal: the same decisions, counters and most failures as on a GPU, without
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -23,20 +24,37 @@ from hookgraph import tree
 from hookgraph.audit import draws, reads_back, source_line, told, written_tensors
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
-from hookgraph.private_torch import compiled_part, storage_key
+from hookgraph.private_torch import compiled_part, parts_seen_by, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _CPU = torch.device("cpu")
 _UNINITIALISED = ("empty", "new_empty")
 
 
+class HostClock:
+    """Times work that is done when the host is."""
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._taken = time.perf_counter_ns() - self._started
+
+    def wall_ns(self) -> int:
+        return self._taken
+
+
 class TapeBackend:
     """Records on the CPU.  One lock stands for the one pool that graphs of a device share."""
 
     name = "tape"
+    promises_speed = False
 
     def __init__(self) -> None:
         self.turn = threading.RLock()
+
+    def clock(self) -> HostClock:
+        return HostClock()
 
     @property
     def pool_bytes(self) -> int:
@@ -295,6 +313,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        out = parts_seen_by(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
         if reads_back(func, args, kwargs, _CPU):
             raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
         given = {storage_key(leaf) for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
