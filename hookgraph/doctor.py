@@ -14,7 +14,7 @@ from torch import nn
 
 from hookgraph import guards, signature, tree
 from hookgraph.ahead import Arguments, random_numbers_kept
-from hookgraph.attach import attach, is_attached, select
+from hookgraph.attach import attach, is_attached
 from hookgraph.audit import Audit, Findings, source_line, watch
 from hookgraph.diagnosis import Diagnosis, Finding, is_served
 from hookgraph.errors import HookgraphError, HookgraphWarning
@@ -24,6 +24,7 @@ from hookgraph.signature import Call
 from hookgraph.state import ModuleState
 from hookgraph.stats import ModuleStats, plural
 from hookgraph.switch import disabled_by_environment
+from hookgraph.targets import select
 
 ROUNDS = 5  # a forward that fills a table twice is watched three times, then captured, then replayed
 _REASONS = {reason.value: reason for reason in FallbackReason}

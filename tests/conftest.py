@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 from collections.abc import Iterator
 
@@ -45,9 +44,7 @@ def no_residue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(parity, "WATCH", watch)
     monkeypatch.delenv("HOOKGRAPH_DISABLE", raising=False)
     torch.manual_seed(0)
-    level = logging.root.level
     yield watch
-    logging.root.setLevel(level)  # setuptools, which builds what torch.compile makes, leaves it at INFO
     watch.check_all(hookgraph.detach)
 
 

@@ -184,6 +184,14 @@ def test_what_is_not_compared_is_not_timed() -> None:
         hookgraph.attach(mlp(), min_speedup=1.1, verify=0)
 
 
+def test_targets_are_not_guessed_without_calls() -> None:
+    with pytest.raises(hookgraph.AttachError, match=r"attach\(model, hookgraph.diagnose\(model, calls\).targets\)"):
+        hookgraph.attach(mlp(), "auto")
+    named = nn.ModuleDict({"auto": mlp()})
+    with hookgraph.attach(named, "auto") as handle:
+        assert [module.name for module in handle.stats.modules] == ["auto"]
+
+
 def test_an_unknown_option_is_python_s_own_error() -> None:
     with pytest.raises(TypeError, match="max_graph"):
         hookgraph.attach(mlp(), max_graph=4)

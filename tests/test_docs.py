@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import json
+import logging
 import pkgutil
 import re
 import runpy
@@ -29,6 +30,15 @@ MODULES = sorted({"hookgraph", *(m.name for m in pkgutil.walk_packages(hookgraph
 @pytest.fixture(autouse=True)
 def no_residue():
     """A page shows training after ``detach``, which changes the module for good reason; other tests watch residue."""
+
+
+@pytest.fixture(autouse=True)
+def level_restored():
+    """A page shows how to turn the log on."""
+    log = logging.getLogger("hookgraph")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture
