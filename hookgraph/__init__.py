@@ -8,6 +8,7 @@ from hookgraph.doctor import diagnose
 from hookgraph.errors import AttachError, CaptureError, FallbackError, HookgraphError, HookgraphWarning
 from hookgraph.explain import Explanation
 from hookgraph.reasons import FallbackReason
+from hookgraph.recorder import record_calls
 from hookgraph.recording import CallRecord, Recording
 from hookgraph.signature import Signature
 from hookgraph.stats import ModuleStats, SignatureStats, Stats
@@ -39,6 +40,7 @@ __all__ = [
     "diagnose",
     "disabled",
     "is_attached",
+    "record_calls",
     "register_container",
     "stats",
 ]

@@ -13,54 +13,94 @@ from torch import nn
 from hookgraph import containers, tree
 from hookgraph.errors import HookgraphError
 from hookgraph.inputs import replica
+from hookgraph.words import with_article
 
 MOST_RUNS = 8  # of one call: warm-ups, the capture and its proofs need four as a rule
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def largest_first(calls: Iterable[Any]) -> list[Arguments]:
-    """The example calls, those with the most bytes of tensors first: smaller graphs then fit into their memory.
+def pairs(calls: Any) -> list[Arguments]:
+    """Calls in the one form that all work is done with.
 
     Args:
-        calls: Each is ``(args, kwargs)``, or a dict of keyword arguments alone.
+        calls: A list of calls; each is ``(args, kwargs)``, or a dict of keyword arguments alone.
 
     Raises:
-        HookgraphError: One is neither.
+        HookgraphError: It is not, or one of them is neither.
+
+    Example:
+        >>> pairs([{"x": 1}, ([2], {})])
+        [((), {'x': 1}), ((2,), {})]
     """
-    pairs = [_pair(index, call) for index, call in enumerate(calls)]
-    return sorted(pairs, key=_bytes, reverse=True)
+    if _is_call(calls) or _is_pair_in_a_list(calls):
+        raise HookgraphError("calls is a single call; put it into a list: [(args, kwargs)]")
+    if isinstance(calls, torch.Tensor) or not isinstance(calls, Iterable):
+        raise HookgraphError(f"calls has to be a list of (args, kwargs), not {_kind(calls)}")
+    return [_pair(index, call) for index, call in enumerate(calls)]
 
 
 def _pair(index: int, call: Any) -> Arguments:
-    if isinstance(call, dict):
-        return (), call
-    if isinstance(call, tuple) and len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], dict):
-        return tuple(call[0]), call[1]
-    kind = type(call).__qualname__
-    raise HookgraphError(f"warmup: call {index} is a {kind}; expected (args, kwargs) or a dict of keyword arguments")
+    if not _is_call(call):
+        raise HookgraphError(
+            f"calls[{index}] is {_kind(call)}; expected (args, kwargs), or a dict of keyword arguments"
+        )
+    return ((), call) if isinstance(call, dict) else (tuple(call[0]), call[1])
+
+
+def _is_call(value: Any) -> bool:
+    """Whether something is one call; a tuple of two calls is none, though its second may be a dict."""
+    if isinstance(value, dict):
+        return True
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)):
+        return False
+    return isinstance(value[0], (tuple, list)) and not (isinstance(value[0], tuple) and _is_call(value[0]))
+
+
+def _is_pair_in_a_list(value: Any) -> bool:
+    """Whether somebody wrote ``[args, kwargs]``."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[1], dict) and not _is_call(value[0])
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, (tuple, list)):
+        return with_article(type(value).__name__)
+    return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
+
+
+def largest_first(calls: Any) -> list[Arguments]:
+    """The example calls, those with the most bytes of tensors first: smaller graphs then fit into their memory.
+
+    Raises:
+        HookgraphError: As for ``pairs``.
+    """
+    return sorted(pairs(calls), key=_bytes, reverse=True)
 
 
 def _bytes(call: Arguments) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in containers.tensors_in(call))
 
 
-def copy_of(call: Arguments) -> Arguments:
+def copy_of(call: Arguments, model: nn.Module | None = None) -> Arguments:
     """The same call with tensors and containers of its own, since a forward may write to them.
 
     What is given twice, or shares memory, does so in the copy, too.
+
+    Args:
+        model: Its parameters and buffers stay what they are.
     """
+    own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())} if model is not None else {}
     try:
-        args, kwargs = copy.deepcopy(call)
+        args, kwargs = copy.deepcopy(call, dict(own))
         return args, kwargs
-    except (RuntimeError, TypeError, NotImplementedError):  # a tensor in the middle of autograd, or an odd object
-        return _copy_of_leaves(call)
+    except Exception:  # a tensor in the middle of autograd, a generator, an object of another library
+        return _copy_of_leaves(call, own)
 
 
-def _copy_of_leaves(call: Arguments) -> Arguments:
+def _copy_of_leaves(call: Arguments, own: dict[int, Any]) -> Arguments:
     containers.tensors_in(call)  # opens what can be opened
     leaves, spec = tree.flatten(call)
-    copies = {id(leaf): replica(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    copies = {id(leaf): replica(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)} | own
     args, kwargs = tree.rebuild(spec, [copies.get(id(leaf), leaf) for leaf in leaves])
     return args, kwargs
 

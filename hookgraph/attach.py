@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from torch import nn
 from hookgraph import ahead
 from hookgraph.backends import Backends
 from hookgraph.counters import Counters
-from hookgraph.errors import AttachError, HookgraphError, HookgraphWarning
+from hookgraph.errors import AttachError, HookgraphError, warn
 from hookgraph.explain import Explanation
 from hookgraph.hooks import ModuleHooks
 from hookgraph.options import Options
@@ -102,6 +101,7 @@ class Attachment:
 
         Raises:
             HookgraphError: Nothing is attached any more, or no attached module has that name.
+            TypeError: The forward does not take these arguments.
 
         Cost: about one flattening of the arguments, and a comparison with each retained signature.
 
@@ -164,7 +164,7 @@ class Attachment:
                 reasons = self._settle(model, call)
                 if reasons:
                     words = f"warmup: a call runs eager ({', '.join(reasons)}); explain() says more"
-                    warnings.warn(words, HookgraphWarning, stacklevel=2)
+                    warn(words)
 
     def _settle(self, model: nn.Module, call: ahead.Arguments) -> list[str]:
         """Make one call until nothing is learned from it; why its last run was eager, where it was."""
@@ -361,6 +361,7 @@ def attach(
             return known
         if disabled_by_environment():
             return Attachment(model, {}, options)
+        _refuse_around(chosen)
         _warn_of_compiled(chosen)  # first, since a warning may be an error, and then nothing is attached
         handle = Attachment(model, chosen, options)
         for module in chosen.values():
@@ -380,7 +381,7 @@ def _warn_of_compiled(chosen: dict[str, nn.Module]) -> None:
         else:
             continue
         what = f"{name or 'the module itself'} {what} compiled code, right but not through hookgraph. {remedy}"
-        warnings.warn(what, HookgraphWarning, stacklevel=3)
+        warn(what)
 
 
 def _existing(chosen: dict[str, nn.Module], options: Options) -> Attachment | None:
@@ -397,6 +398,24 @@ def _existing(chosen: dict[str, nn.Module], options: Options) -> Attachment | No
     if set(map(id, owners.values())) == {id(owner)} and len(owners) == len(chosen) == len(owner._targets):
         return owner
     raise AttachError(f"{name or 'the module'} is attached already, with other targets. Call detach() first.")
+
+
+def _refuse_around(chosen: dict[str, nn.Module]) -> None:
+    """Refuse what lies around or inside of a module that is attached: the graph of one would hold the other."""
+    for name, module in chosen.items():
+        label = name or type(module).__name__
+        for inner, child in module.named_modules():
+            if child is not module and child in _attached:
+                raise AttachError(
+                    f"{label} holds {inner}, which is attached already; a graph of {label} would replay it, too. "
+                    f"Call detach() on {inner} first."
+                )
+        for outer in list(_attached):
+            if outer is not module and any(child is module for child in outer.modules()):
+                raise AttachError(
+                    f"{label} lies inside {type(outer).__name__}, which is attached already and whose graphs replay it, "
+                    "too. Call detach() on that first."
+                )
 
 
 # -- by model ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Cost: about one extra eager call, for each watched call.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import threading
@@ -33,8 +34,30 @@ from hookgraph.reasons import Fallback, FallbackReason
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 _COPIES = {"_to_copy", "copy_"}
 _SKIPPED_FOLDERS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
+_STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # may lie in its folder
 _LARGEST_CONSTANTS = 256 << 20  # bytes; a forward that moves more from the host each call moves weights
-_SKIPPED_FILES = ("contextlib.py", "functools.py")
+
+# What a forward asks of the host, in the words of who writes a forward, not in the dispatcher's.
+_ITEM = "takes a value by .item(), float(), int(), bool() or if"
+_MASK = "indexes by a mask, as x[mask] or masked_select: the result has as many elements as are true"
+_NONZERO = "nonzero, argwhere or torch.where(condition): the result has as many rows as are true"
+_UNIQUE = "torch.unique: the result has as many elements as differ"
+_PRINT = "shows values (print, repr, an f-string or a log line)"
+_ARRAY = "hands values to numpy or another library on the host"
+_WORDS = {
+    "_local_scalar_dense": _ITEM, "item": _ITEM, "is_nonzero": _ITEM, "equal": "compares by torch.equal, whose answer is a bool",
+    "index": _MASK, "_unsafe_index": _MASK, "masked_select": _MASK,
+    "index_put": "writes by a mask, as x[mask] = values", "index_put_": "writes by a mask, as x[mask] = values",
+    "_index_put_impl_": "writes by a mask, as x[mask] = values",
+    "nonzero": _NONZERO, "nonzero_numpy": _NONZERO, "argwhere": _NONZERO,
+    "_unique": _UNIQUE, "_unique2": _UNIQUE, "unique_dim": _UNIQUE, "unique_consecutive": _UNIQUE,
+    "repeat_interleave": "repeat_interleave by a tensor without output_size",
+    "_pack_padded_sequence": "pack_padded_sequence reads the lengths", "_pad_packed_sequence": "pad_packed_sequence reads the lengths",
+    "tensor_split": "tensor_split by a tensor", "tolist": "takes all values by .tolist()",
+    "numpy": _ARRAY, "__array__": _ARRAY, "__dlpack__": _ARRAY, "__repr__": _PRINT, "__format__": _PRINT,
+    "_to_copy": "moves a tensor by .cpu() or .to()", "copy_": "copies a tensor by copy_()",
+}  # fmt: skip
 
 
 Weak = weakref.WeakValueDictionary[int, torch.Tensor]
@@ -87,7 +110,7 @@ def _told(
 
 # What no dispatch mode sees: values of CPU tensors read in C++, and a generator that is set.
 _READERS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")
-_readers = ThreadPatch(torch.Tensor, {name: _told(FallbackReason.READ_BACK, name) for name in _READERS})
+_readers = ThreadPatch(torch.Tensor, {name: _told(FallbackReason.READ_BACK, _WORDS[name]) for name in _READERS})
 
 
 def _splits_by_tensor(*args: Any, **kwargs: Any) -> bool:
@@ -95,7 +118,7 @@ def _splits_by_tensor(*args: Any, **kwargs: Any) -> bool:
 
 
 _splitters = [
-    ThreadPatch(owner, {"tensor_split": _told(FallbackReason.READ_BACK, "tensor_split", _splits_by_tensor)})
+    ThreadPatch(owner, {"tensor_split": _told(FallbackReason.READ_BACK, _WORDS["tensor_split"], _splits_by_tensor)})
     for owner in (torch, torch.Tensor)
 ]
 _SEEDERS = {torch: ("manual_seed", "seed", "set_rng_state"), torch.cuda: ("manual_seed", "set_rng_state")}
@@ -280,7 +303,7 @@ class Audit(TorchDispatchMode):
 
     def _look_at_host(self, func: Any, base: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if reads_back(func, args, kwargs, self.device):
-            self.findings.block(FallbackReason.READ_BACK, _plain(func))
+            self.findings.block(FallbackReason.READ_BACK, _in_words(func))
             return
         if self.device.type == "cpu":
             return
@@ -298,7 +321,7 @@ class Audit(TorchDispatchMode):
         wanted = kwargs.get("device")
         target = given[0].device if len(given) > 1 else source.device if wanted is None else torch.device(wanted)
         if source.device.type != "cpu" and target.type == "cpu" and source.numel():
-            self.findings.block(FallbackReason.READ_BACK, f"{_plain(func)} to {target}")
+            self.findings.block(FallbackReason.READ_BACK, f"{_in_words(func)} to {target}")
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Made from Python numbers inside the forward, or an argument that is keyed by value."""
@@ -344,6 +367,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _plain(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
+
+
+def _in_words(func: Any) -> str:
+    return _WORDS.get(_plain(func), _plain(func))
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
@@ -425,32 +452,57 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 def told(error: BaseException) -> str:
     """An exception in one line, with the innermost line of the model's source that it passed."""
-    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    place, text = place_of(error), said(error)
+    return f"{place}: {text}" if place else text
+
+
+def said(error: BaseException) -> str:
+    """The class of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def place_of(error: BaseException) -> str | None:
+    """The innermost line of the model's source that an exception passed, as ``file.py:12 in forward``."""
+    if isinstance(error, SyntaxError) and error.filename:  # it has run nothing of that file
+        return f"{_short(error.filename)}:{error.lineno}"
     found = None
     trace = error.__traceback__
     while trace is not None:
         if _is_model(trace.tb_frame.f_code.co_filename):
             found = _place(trace.tb_frame.f_code, trace.tb_lineno)
         trace = trace.tb_next
-    return f"{found}: {text}" if found else text
+    return found
 
 
 def _is_model(filename: str) -> bool:
-    return not filename.startswith(_SKIPPED_FOLDERS) and not filename.endswith(_SKIPPED_FILES)
+    """Whether a file is neither of torch, nor ours, nor of Python itself, such as its ``logging``."""
+    if filename.startswith((*_SKIPPED_FOLDERS, "<frozen ")):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or any(folder in filename for folder in _INSTALLED)
 
 
 def _place(code: types.CodeType, line: int) -> str:
-    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line} in {code.co_qualname}"
+    return f"{_short(code.co_filename)}:{line} in {code.co_qualname}"
+
+
+def _short(filename: str) -> str:
+    return "/".join(Path(filename).parts[-2:])
+
+
+def first_line(code: types.CodeType) -> str:
+    """Where a function begins, as ``file.py:12``."""
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}"
 
 
 def source_line() -> str:
     """The innermost line of the model's own source that is running, as ``file.py:12 in forward``."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     found = None
     while frame is not None:
         code = frame.f_code
-        if _is_model(code.co_filename):
+        if code.co_filename == logging.__file__:
+            found = None  # a handler of another library shows the value, and the line that logs it lies further out
+        elif found is None and _is_model(code.co_filename):
             found = _place(code, frame.f_lineno)
-            break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found or "unknown line"

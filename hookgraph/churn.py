@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hookgraph import tree
 from hookgraph.signature import Signature
+from hookgraph.words import first_few
 
 _MOST_SKELETONS = 64  # bounds the memory of a module that sees ever new shapes
 
@@ -41,7 +43,7 @@ class ScalarChurn:
             record.calls += 1
 
     def changing_leaf(self, signature: Signature) -> str | None:
-        """Where the number is that changes on every call; None while this signature may try.
+        """Where the numbers are that change on every call; None while this signature may try.
 
         Two equal calls in a row end the state.
         """
@@ -58,7 +60,7 @@ class ScalarChurn:
         if not changed:
             record.churning, record.replaced = False, 0
             return None
-        return _path(signature, changed)
+        return _named(signature, record.changed)
 
     def replace(self, signature: Signature, rival: Signature) -> str | None:
         """Note that ``signature`` takes the place of a rival that never came back.
@@ -69,7 +71,8 @@ class ScalarChurn:
         record = self._record(signature.skeleton)
         record.replaced += 1
         record.churning = record.replaced >= self._patience
-        return _path(signature, _changed(rival, signature)) if record.churning else None
+        changed = record.changed or dict.fromkeys(_changed(rival, signature), 1)
+        return _named(signature, changed) if record.churning else None
 
     def before(self, signature: Signature) -> Signature | None:
         """The last call without a graph that differs from this one at most in Python values."""
@@ -107,5 +110,12 @@ def _changed(before: Signature | None, now: Signature) -> list[int]:
     return [position for position, leaf in now.scalars if old.get(position) != leaf]
 
 
-def _path(signature: Signature, changed: list[int]) -> str:
-    return tree.paths(signature.spec)[changed[0]]
+def _named(signature: Signature, changed: Mapping[int, int]) -> str:
+    """The first few of the numbers that change, and how many more; one that changed a while ago is left out.
+
+    Args:
+        changed: By position, in how many calls another value came.
+    """
+    everywhere = tree.paths(signature.spec)
+    often = max(changed.values()) / 2
+    return first_few([everywhere[position] for position, count in sorted(changed.items()) if count >= often])

@@ -39,8 +39,10 @@ class Diagnosis(Shown):
         model: Class name of the model.
         targets: What to give to ``attach``: ``("",)`` is the model itself; names and globs of its largest
             parts that can be captured, where some of its calls cannot; empty where nothing can.
+        advice: What to type, or to change first, in one line.
         findings: What keeps calls of the whole model from a graph, the most frequent first.
-        notes: What a graph of it would rely on, and would do right: writes, random numbers, side tensors.
+        notes: Sentences on what the calls tell when they are compared (shared caches, numbers that differ, sizes
+            that grow), and on what a graph would rely on and do right: writes, random numbers, side tensors.
         whole: What became of the rehearsed calls with the model itself attached.
         parts: The same for each of the parts, with these attached instead.
 
@@ -56,6 +58,7 @@ class Diagnosis(Shown):
 
     model: str
     targets: tuple[str, ...]
+    advice: str
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     whole: ModuleStats
@@ -70,15 +73,6 @@ class Diagnosis(Shown):
     def can_capture_whole(self) -> bool:
         """Whether the model itself can be captured, for every rehearsed call that there is a place for."""
         return is_served(self.whole)
-
-    @property
-    def advice(self) -> str:
-        """What to type, in one line."""
-        if self.targets == ("",):
-            return "hookgraph.attach(model)"
-        if self.can_capture:
-            return f"hookgraph.attach(model, targets={list(self.targets)!r})"
-        return "change what forbids it, below, and ask again; nothing of it can be captured as it is"
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain dicts, lists, strings and ints; modules as in ``Stats.to_dict()``."""

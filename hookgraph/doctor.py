@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import functools
+import inspect
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,21 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookgraph import guards, signature, tree
-from hookgraph.ahead import Arguments, random_numbers_kept
+from hookgraph import ahead
+from hookgraph.advice import advise, graphs_needed
+from hookgraph.ahead import Arguments, copy_of, random_numbers_kept
 from hookgraph.attach import attach, is_attached
-from hookgraph.audit import Audit, Findings, source_line, watch
+from hookgraph.contrast import contrast, shared, shared_notes
 from hookgraph.diagnosis import Diagnosis, Finding, is_served
 from hookgraph.errors import HookgraphError, HookgraphWarning
-from hookgraph.private_torch import compiled_part, storage_key
+from hookgraph.look import Look
+from hookgraph.options import Options
 from hookgraph.reasons import Fallback, FallbackReason
-from hookgraph.signature import Call
 from hookgraph.state import ModuleState
-from hookgraph.stats import ModuleStats, plural
+from hookgraph.stats import ModuleStats
 from hookgraph.switch import disabled_by_environment
 from hookgraph.targets import select
+from hookgraph.words import first_few, names_in
 
 ROUNDS = 5  # a forward that fills a table twice is watched three times, then captured, then replayed
+_LEAST_ROUNDS = 3  # watched, captured, replayed
+_MOST_GRAPHS = Options().max_graphs
+_NO_GRAD = (
+    "This is told for calls under torch.no_grad() or torch.inference_mode(): with gradients they run eager (needs_grad)"
+)
 _REASONS = {reason.value: reason for reason in FallbackReason}
 
 Calls = Sequence[Arguments | dict[str, Any]]
@@ -40,15 +50,16 @@ def diagnose(model: nn.Module, calls: Calls, *, total_calls: int | None = None, 
 
     Args:
         model: In place and in eval mode, with nothing attached to it.
-        calls: The arguments of each call, as ``(args, kwargs)`` or a dict of keyword arguments: one step of a loop, or a few that differ.
+        calls: The arguments of each call, as ``(args, kwargs)`` or a dict of keyword arguments: one step of a loop, or a
+            few that differ; ``record_calls`` gets them from a loop or a pipeline.
             Each is made with a copy of its own: a cache that one call fills is not filled for the next.
-        total_calls: How many calls a rehearsal makes, going round; by default each five times.  Fewer do not
-            reach a replay.
+        total_calls: How many calls a rehearsal makes, going round; by default each five times.  At least three
+            times each: fewer reach no replay.
         options: Options of ``attach`` to rehearse with, such as ``max_graphs`` or ``child_hooks``.
 
     Raises:
-        HookgraphError: The calls are not such a list, or one raises; the model is attached already, or
-            ``HOOKGRAPH_DISABLE`` is set.
+        HookgraphError: The calls are not such a list, or one raises; too few calls to reach a replay; the model is
+            attached already, or ``HOOKGRAPH_DISABLE`` is set.
         AttachError: A wrong option.
 
     Restores: buffers, plain attributes and random state.
@@ -66,132 +77,56 @@ def diagnose(model: nn.Module, calls: Calls, *, total_calls: int | None = None, 
         >>> found.findings[0].reason.value, found.targets
         ('read_back', ('body',))
     """
-    _check(model, calls, total_calls)
-    pairs = [_pair(index, call) for index, call in enumerate(calls)]
-    total = total_calls or ROUNDS * len(pairs)
+    pairs = ahead.pairs(calls)
+    _check(model, pairs, total_calls, _LEAST_ROUNDS + _more_warmups(options))
+    rounds = ROUNDS + _more_warmups(options)
+    total = total_calls or rounds * len(pairs)
+    with_gradients = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", HookgraphWarning)  # what they say is in the findings
         with _as_found(model):
-            seen, notes = _look(model, pairs)
+            look = Look(model, pairs, "; ".join(shared_notes(shared(pairs))))
         (whole,) = _rehearse(model, [""], pairs, total, options)
+        if not whole.replays and not whole.reasons:  # a table was filled first, or a list goes round too slowly
+            raise HookgraphError(_too_few(total, rounds * len(pairs)))
         parts: dict[str, ModuleStats] = {}
         targets: tuple[str, ...] = ("",)
         if not is_served(whole):
             parts = _largest_parts(model, pairs, total, options)
             targets = _short(model, list(parts)) or (("",) if whole.replays else ())
-    return Diagnosis(
-        model=type(model).__name__, targets=targets, findings=_findings(whole, seen), notes=notes, whole=whole,
-        parts=tuple(parts.values()),
-    )  # fmt: skip
+    diagnosis = _conclude(model, pairs, look, whole, parts, targets, options)
+    return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, _NO_GRAD)) if with_gradients else diagnosis
 
 
-def _check(model: Any, calls: Any, total_calls: Any) -> None:
+def _check(model: Any, pairs: list[Arguments], total_calls: Any, rounds: int) -> None:
     if not isinstance(model, nn.Module):
         raise HookgraphError(f"diagnose() needs a torch.nn.Module, got {type(model).__qualname__}")
     if is_attached(model):
         raise HookgraphError(f"{type(model).__name__} is attached already; detach() it, then diagnose()")
     if disabled_by_environment():
         raise HookgraphError("HOOKGRAPH_DISABLE is set in the environment, so nothing can be rehearsed; unset it")
-    if not isinstance(calls, (list, tuple)) or not calls:
-        raise HookgraphError(f"calls has to be a list of (args, kwargs) with at least one, not {_kind(calls)}")
+    if not pairs:
+        raise HookgraphError("calls has to be a list of (args, kwargs) with at least one, not a list of nothing")
     if total_calls is not None and (type(total_calls) is not int or total_calls < 1):
         raise HookgraphError(f"total_calls={total_calls!r}: expected an int of at least 1, or None")
+    if total_calls is not None and total_calls < rounds * len(pairs):
+        raise HookgraphError(_too_few(total_calls, rounds * len(pairs)))
 
 
-def _pair(index: int, call: Any) -> Arguments:
-    if isinstance(call, dict):
-        return (), call
-    if isinstance(call, tuple) and len(call) == 2 and isinstance(call[0], (tuple, list)) and isinstance(call[1], dict):
-        return tuple(call[0]), call[1]
-    raise HookgraphError(f"calls[{index}] is {_kind(call)}; expected (args, kwargs), or a dict of keyword arguments")
+def _more_warmups(options: dict[str, Any]) -> int:
+    """How many more rounds the option ``warmup`` takes; whether it is a good one is for ``attach`` to say."""
+    warmup = options.get("warmup", 1)
+    return max(warmup - 1, 0) if type(warmup) is int else 0
 
 
-def _kind(value: Any) -> str:
-    if not isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__}"
-    return f"a {type(value).__name__} of {', '.join(type(item).__name__ for item in value) or 'nothing'}"
-
-
-# -- one look at what the forward does ---------------------------------------------------------------
-
-
-class _EveryFinding(Findings):
-    """Keeps all that forbids a graph, where the audit of a warm-up needs the first only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.every: list[Fallback] = []
-
-    def block(self, reason: FallbackReason, what: str) -> None:
-        self.every.append(Fallback(reason, f"{source_line()}: {what}"))
-        super().block(reason, what)
-
-
-def _look(model: nn.Module, calls: list[Arguments]) -> tuple[Counter[Fallback], tuple[str, ...]]:
-    """Watch each call once: everything that forbids a graph, and what a graph would rely on."""
-    blockers: Counter[Fallback] = Counter()
-    relies = _Relies()
-    for index, given in enumerate(calls):
-        args, kwargs = _copied(model, given)
-        home = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-        call = signature.read(args, kwargs, home)
-        try:
-            if isinstance(call, Fallback):  # the rehearsal names it
-                model(*args, **kwargs)
-                continue
-            arguments = {storage_key(call.leaves[position]): position for position in reversed(call.tensors)}
-            audit = Audit(call.device, arguments, guards.own_tensors(model), compiled_part(model) is not None)
-            audit.findings = found = _EveryFinding()
-            with watch(audit):
-                output = model(*args, **kwargs)
-        except Exception as error:
-            raise HookgraphError(f"calls[{index}]: the model itself raises {type(error).__name__}: {error}") from error
-        audit.finish((output, args, kwargs))
-        blockers.update(dict.fromkeys([*found.every, *([found.blocker] if found.blocker else [])], 1))
-        relies.add(model, call, found)
-    return blockers, tuple(relies.notes())
-
-
-class _Relies:
-    """What graphs of some calls would rely on; each place once, in the order of its first use."""
-
-    def __init__(self) -> None:
-        self._written: dict[str, None] = {}
-        self._side: dict[str, None] = {}
-        self._random = False
-        self._constants = 0
-
-    def add(self, model: nn.Module, call: Call, found: Findings) -> None:
-        paths = tree.paths(call.spec)
-        names = {storage_key(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        self._written.update(dict.fromkeys(paths[position] for position in sorted(found.written_arguments)))
-        self._written.update(dict.fromkeys(names.get(key, "a tensor from outside") for key in found.written_outside))
-        self._side.update(dict.fromkeys(found.side_lines[key] for key in found.side))
-        self._random |= found.draws_random_numbers
-        self._constants = max(self._constants, len(found.constants.on_host))
-
-    def notes(self) -> Iterator[str]:
-        if self._written:
-            yield f"writes in place to {', '.join(self._written)}: a replay does so, too"
-        if self._side:
-            places = ", ".join(self._side)
-            yield f"reads tensors that it was not given and that are no buffers, guarded by their places: {places}"
-        if self._random:
-            yield "draws random numbers from the default generator: a replay advances it as eager does"
-        if self._constants:
-            yield f"copies {plural(self._constants, 'constant')} from the host: a graph keeps them on the device"
+def _too_few(total_calls: int, enough: int) -> str:
+    return (
+        f"{total_calls} calls reach no replay: each call of the list is watched, captured and replayed, in this order; "
+        f"make at least {enough}, or leave the number out"
+    )
 
 
 # -- rehearsals --------------------------------------------------------------------------------------
-
-
-def _copied(model: nn.Module, given: Arguments) -> Arguments:
-    """A call with arguments of its own; a parameter or buffer among them stays what it is."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    try:
-        return copy.deepcopy(given, memo)
-    except Exception:  # a generator, a handle of another library: such a call is made with what was given
-        return given
 
 
 @contextmanager
@@ -222,7 +157,7 @@ def _rehearse(
     """Attach, make the calls, detach: what became of them, for each target."""
     with _as_found(model), attach(model, list(targets), **options) as handle:
         for index in range(total):
-            args, kwargs = _copied(model, calls[index % len(calls)])
+            args, kwargs = copy_of(calls[index % len(calls)], model)
             model(*args, **kwargs)
         return handle.stats.modules
 
@@ -291,16 +226,70 @@ def _globs(name: str) -> list[str]:
     return [".".join("*" if place in stars else part for place, part in enumerate(parts)) for stars in chosen]
 
 
-def _findings(whole: ModuleStats, seen: Counter[Fallback]) -> tuple[Finding, ...]:
-    """What the rehearsal ran into, and what one look at each call saw beside it."""
+# -- conclusions -------------------------------------------------------------------------------------
+
+
+def _conclude(
+    model: nn.Module, calls: list[Arguments], look: Look, whole: ModuleStats, parts: dict[str, ModuleStats],
+    targets: tuple[str, ...], options: dict[str, Any],
+) -> Diagnosis:  # fmt: skip
+    most = options.get("max_graphs", _MOST_GRAPHS)
+    seen = _seen(whole, look)
+    known = [
+        path for one in seen if one.reason is FallbackReason.SCALAR_CHURN for path in names_in(one.detail)
+    ]  # fmt: skip
+    compared = contrast(calls, look.signatures, look.lengthened, most, known)
+    if compared.churning:  # in the rehearsal another reason came first
+        paths = first_few([number.path for number in compared.churning])
+        seen[Fallback(FallbackReason.SCALAR_CHURN, paths)] = max(number.calls for number in compared.churning)
+    needed = None if compared.grows else graphs_needed(list(parts.values()) or [whole])
+    advice = advise(
+        targets=targets, changes=compared.changes, options=options | {"max_graphs": max(most, needed or 0)},
+        single_layers=any(map(_is_single_layer, model.modules())), grows=compared.grows,
+    )  # fmt: skip
+    named = functools.partial(_with_names, _positional_names(model))
+    return Diagnosis(
+        model=type(model).__name__, targets=targets, advice=named(advice),
+        notes=tuple(map(named, (*compared.notes, *look.notes()))),
+        findings=tuple(Finding(fallback.reason, named(fallback.detail), count) for fallback, count in seen.items()),
+        whole=whole, parts=tuple(parts.values()),
+    )  # fmt: skip
+
+
+def _seen(whole: ModuleStats, look: Look) -> Counter[Fallback]:
+    """What the rehearsal ran into, the most frequent first, and what one look at each call saw beside it."""
     counted: Counter[Fallback] = Counter()
     for reason, details in whole.details.items():
+        if reason == FallbackReason.SCALAR_CHURN:  # with each call more numbers may be seen to change
+            paths = dict.fromkeys(path for detail in details for path in names_in(detail))
+            details = {first_few(list(paths)): sum(details.values())}
         counted.update({Fallback(_REASONS[reason], detail): count for detail, count in details.items()})
-    more = {fallback: count for fallback, count in seen.items() if fallback not in counted}
-    ordered = [*counted.most_common(), *more.items()]
-    return tuple(Finding(fallback.reason, _plain(fallback.detail), count) for fallback, count in ordered)
+    ordered = Counter(dict(counted.most_common()))
+    lines = {_line(fallback) for fallback in ordered}
+    for fallback, count in look.blockers.items():
+        if _line(fallback) not in lines:
+            lines.add(_line(fallback))
+            ordered[fallback] = count
+    return ordered
 
 
-def _plain(detail: str) -> str:
-    """What was seen, with the one operator that nobody writes in the words that everybody does."""
-    return detail.replace(": _local_scalar_dense", ": takes a value by .item(), float(), int(), bool() or if")
+def _line(fallback: Fallback) -> tuple[FallbackReason, str]:
+    return fallback.reason, fallback.detail.partition(": ")[0]
+
+
+def _positional_names(model: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a forward written in C, or a callable that hides what it takes
+        return []
+    return [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+
+
+def _with_names(names: list[str], text: str) -> str:
+    """Say the name of a positional argument, too: ``args[1] (timestep)``."""
+
+    def named(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return f"{found[0]} ({names[index]})" if index < len(names) else found[0]
+
+    return re.sub(r"(?<![\w.])args\[(\d+)\](?![\[.])", named, text)

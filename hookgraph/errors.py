@@ -9,6 +9,9 @@ HookgraphWarning(UserWarning)    something that a user should know, once per mod
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class HookgraphError(RuntimeError):
     """Base class of every error that hookgraph raises itself."""
@@ -28,3 +31,14 @@ class FallbackError(HookgraphError):
 
 class HookgraphWarning(UserWarning):
     """Something about speed or coverage that would otherwise be silent."""
+
+
+_PASSED_OVER = {"hookgraph", "torch"}
+
+
+def warn(text: str) -> None:
+    """Warn at the line that called the module: the innermost one outside of hookgraph and PyTorch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, HookgraphWarning, stacklevel=level)

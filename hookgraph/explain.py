@@ -62,6 +62,7 @@ class Explanation(Shown):
             nothing is.
         against: What became of the nearest one: ``"captured"``, ``"warmed up"`` or ``"in the call before"``.
         differences: In what the two differ.
+        changing: Numbers among its arguments that changed from call to call, and how often, in words.
 
     Example:
         >>> import torch, hookgraph
@@ -82,6 +83,7 @@ class Explanation(Shown):
     nearest: str = ""
     against: str = ""
     differences: tuple[Difference, ...] = ()
+    changing: tuple[str, ...] = ()
 
     @property
     def would_replay(self) -> bool:
@@ -93,6 +95,11 @@ class Explanation(Shown):
         if self.differences:
             lines.append(f"It differs from the nearest signature, {self.nearest}, in:")
             lines += [f"  {difference.words(self.against)}" for difference in self.differences]
+        hinted = tuple(f"{difference.path} " for difference in self.differences if difference.hint)
+        untold = [words for words in self.changing if not words.startswith(hinted)]
+        if self.plan is Plan.WARM_UP and untold:
+            lines.append("These values would be one more signature; pass as a tensor what changes:")
+            lines += [f"  {words}" for words in untold]
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -104,6 +111,7 @@ class Explanation(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain dicts, lists and strings."""
         data = asdict(self) | {"plan": self.plan.value, "differences": [asdict(one) for one in self.differences]}
+        data["changing"] = list(self.changing)
         if self.fallback is not None:
             reason = self.fallback.reason
             data["fallback"] = {"reason": reason.value, "detail": self.fallback.detail, "remedy": reason.remedy}
@@ -116,12 +124,28 @@ def with_history(found: Iterable[Difference], changes: Mapping[str, int], calls:
     Args:
         changes: For the path of a number, in how many of ``calls`` it was not what it was before.
     """
+    often = _often(changes, calls)
     return tuple(
-        replace(one, hint=f"changed in {changes[one.path]} of {calls} calls without a graph; pass it as a tensor")
-        if changes.get(one.path, 0) >= _OFTEN
-        else one
-        for one in found
+        replace(one, hint=f"{often[one.path]}; pass it as a tensor") if one.path in often else one for one in found
     )
+
+
+def changing(changes: Mapping[str, int], calls: int) -> tuple[str, ...]:
+    """Each number that keeps changing, and how often it did, in words; the arguments are as of ``with_history``.
+
+    Example:
+        >>> changing({"args[1]": 9, "args[2]": 1}, calls=10)
+        ('args[1] changed in 9 of 10 calls without a graph',)
+    """
+    return tuple(f"{path} {words}" for path, words in _often(changes, calls).items())
+
+
+def _often(changes: Mapping[str, int], calls: int) -> dict[str, str]:
+    return {
+        path: f"changed in {count} of {calls} calls without a graph"
+        for path, count in changes.items()
+        if count >= _OFTEN
+    }
 
 
 # -- comparing two signatures -----------------------------------------------------------------------

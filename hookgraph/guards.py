@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
-from hookgraph.audit import Findings
+from hookgraph.audit import Findings, first_line
 from hookgraph.private_torch import storage_key, tensors_alike
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.state import ModuleState, attribute_tensors, looks
@@ -50,17 +52,32 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def child_hooks(module: nn.Module) -> str | None:
-    """The name of a submodule whose forward hooks a replay would not run, and the hook's."""
-    for name, child in module.named_modules():
-        if child is module:
-            continue
-        for kind in _HOOKS:
-            for hook in getattr(child, kind).values():
-                return f"{name} has {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    """The first forward hook below a module, which a replay would not run, with its line; and how many more there are."""
+    found = [
+        f"{name} has {_hook_name(hook)}"
+        for name, child in module.named_modules()
+        if child is not module
+        for kind in _HOOKS
+        for hook in getattr(child, kind).values()
+    ]
     everywhere = torch.nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+    if not found and (everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks):
         return "a hook registered for all modules"
-    return None
+    return None if not found else found[0] if len(found) == 1 else f"{found[0]}, and {len(found) - 1} more"
+
+
+def _hook_name(hook: Any) -> str:
+    """A hook's name, and the line where it is written, if that is Python."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{name} ({first_line(code)})" if code is not None else name
+
+
+def beside_hooks(module: nn.Module, change: str | None) -> str | None:
+    """What a watched call changed; where hooks below the module ran beside it, with the first of them."""
+    hook = child_hooks(module) if change is not None else None
+    return change if hook is None else f"{change}; maybe by a child hook that is ignored (then remove it): {hook}"
 
 
 class Guards:
@@ -275,41 +292,82 @@ class SideTensor:
         return looks(self.tensor) != self._looks
 
 
-def locate(module: nn.Module, findings: Findings, device: torch.device) -> list[SideTensor] | Fallback:
+def locate(
+    module: nn.Module, findings: Findings, device: torch.device, known: Iterable[SideTensor] = ()
+) -> list[SideTensor] | Fallback:
     """Find who holds each side tensor, so that a replacement is noticed.
 
     Args:
         findings: What the warm-up saw; ``side`` and ``side_lines`` matter here.
         device: The device that the graph works on.
+        known: What was located before, and holds side tensors, too.
 
     Returns:
         Where each is held, or the reason why one cannot be relied on.
     """
-    lines, objects = findings.side_lines, {key: [tensor] for key, tensor in findings.side.items()}
-    found: dict[int, list[SideTensor]] = {key: [] for key in objects}
-    places = [(where, trail.follow, tensor) for where, trail, tensor in attribute_tensors(module)]
-    own = [(name, None, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
-    for where, current, tensor in (*places, *own):
-        key = storage_key(tensor)
-        if key in found:  # every place, since a view of the same memory may be replaced by itself
-            objects[key].append(tensor)
-            found[key].append(SideTensor(where, current, tensor, tensor.device != device))
-    # Who else holds it, too: the forward may read it by any of these ways, and any may be replaced.
-    each = {id(tensor): tensor for tensors in objects.values() for tensor in tensors}
-    holders, attributes = _holders(list(each.values()), {id(vars(child)) for child in module.modules()})
-    for key, tensors in objects.items():
-        for identity in {id(tensor) for tensor in tensors}:
-            tensor, held = each[identity], holders[identity]
-            if held or found[key]:
-                held += attributes[identity]
-            found[key] += [SideTensor(*place, tensor, tensor.device != device) for place in held]
-        if not found[key]:
-            kind = f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)} on {tensors[0].device}"
-            return Fallback(FallbackReason.SIDE_TENSOR, f"{lines[key]}: {kind}")
-    return [side for sides in found.values() for side in sides]
+    tensors, memory, places = _seen_from_module(module, findings.side)
+    passed_over = {id(vars(child)) for child in module.modules()} | {id(tensors)}
+    # Who else holds one, too: the forward may read it by any of these ways, and any may be replaced.
+    elsewhere, attributes = _holders(_held_elsewhere(tensors, places, known), passed_over)
+    found: dict[int, list[SideTensor]] = {key: [] for key in findings.side}
+    for identity, tensor in tensors.items():
+        for where, current in (*places[identity], *elsewhere.get(identity, ())):
+            found[memory[identity]].append(SideTensor(where, current, tensor, tensor.device != device))
+    for key, sides in found.items():
+        if not sides:
+            tensor = findings.side[key]
+            kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+            return Fallback(FallbackReason.SIDE_TENSOR, f"{findings.side_lines[key]}: {kind}")
+    loose = [(place, tensors[identity]) for identity, some in attributes.items() for place in some]
+    return [
+        *(side for sides in found.values() for side in sides),
+        *(SideTensor(*place, tensor, tensor.device != device) for place, tensor in loose),
+    ]
 
 
 _Place = tuple[str, Callable[[], Any] | None]
+_Tensors = dict[int, torch.Tensor]  # by identity
+
+
+def _seen_from_module(
+    module: nn.Module, side: Mapping[int, torch.Tensor]
+) -> tuple[_Tensors, dict[int, int], dict[int, list[_Place]]]:
+    """The side tensors, and all others that a module holds of the same memory, since each may be replaced by itself.
+
+    Returns:
+        By identity: the tensors, their memory, and where the module holds them.
+    """
+    tensors = {id(tensor): tensor for tensor in side.values()}
+    memory = {id(tensor): key for key, tensor in side.items()}
+    places: dict[int, list[_Place]] = {identity: [] for identity in tensors}
+    hanging = ((where, trail.follow, tensor) for where, trail, tensor in attribute_tensors(module))
+    own = ((name, None, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()))
+    for where, current, tensor in (*hanging, *own):
+        key = storage_key(tensor)
+        if key in side:
+            tensors[id(tensor)], memory[id(tensor)] = tensor, key
+            places.setdefault(id(tensor), []).append((where, current))
+    return tensors, memory, places
+
+
+def _held_elsewhere(
+    tensors: _Tensors, places: dict[int, list[_Place]], known: Iterable[SideTensor]
+) -> list[torch.Tensor]:
+    """The tensors that have more references than the places where the module was seen to hold them, and ours.
+
+    To ask who holds the others, which are most, would take the collector through the whole heap for nothing.
+    """
+    ours = Counter(id(side.tensor) for side in {id(side): side for side in known}.values())
+    control = object()
+    both = {**tensors, 0: control}
+    del control
+    references = {identity: sys.getrefcount(both[identity]) for identity in both}
+    once = references.pop(0)  # of what only ``both`` holds; a tensor is in ``tensors`` as well
+    return [
+        tensors[identity]
+        for identity, count in references.items()
+        if count - once - 1 > len(places[identity]) + ours[identity]
+    ]
 
 
 def _holders(
@@ -328,6 +386,7 @@ def _holders(
     """
     found: dict[int, list[_Place]] = {id(tensor): [] for tensor in tensors}
     attributes: dict[int, list[_Place]] = {id(tensor): [] for tensor in tensors}
+    passed_over = passed_over | {id(tensors)}
     things: list[Any] = list(tensors)
     ways: list[tuple[int, tuple[Any, ...]]] = [(id(tensor), ()) for tensor in tensors]  # and the keys from there
     for depth in range(_DEEPEST_HOLDER + 1):
@@ -341,14 +400,15 @@ def _holders(
                 if place is not None:
                     found[tensor].append((place[0], _further(place[1], keys)))
                     continue
-                key = _key_of(referrer, thing) if type(referrer) in (list, tuple, dict) else None
+                if type(referrer) not in (list, tuple, dict) or id(referrer) in passed_over or referrer is things:
+                    continue
+                key = _key_of(referrer, thing)
                 if key is None:
                     continue
                 if not depth and type(key) is str:
                     attributes[tensor].append((f"an attribute {key}", functools.partial(referrer.get, key)))
-                if id(referrer) not in passed_over and referrer is not things:
-                    containers.append(referrer)
-                    onwards.append((tensor, (key, *keys)))
+                containers.append(referrer)
+                onwards.append((tensor, (key, *keys)))
         things, ways = containers, onwards
     return found, attributes
 

@@ -38,6 +38,7 @@ class Entry:
     steady_warmups: int = 0
     changing_warmups: int = 0
     invalidations: int = 0
+    change: str = ""  # what it was invalidated for, the last time
     rested: int = 0  # eager calls since the module was found unstable
     proofs_left: int = 0
     replays: int = 0
@@ -55,10 +56,14 @@ class Entry:
         """Why what the last warm-up learned is void."""
         if self.findings is None or self.seen is None or not self.findings.complete():
             return "a tensor that the forward uses is gone"
-        for side in self.places if isinstance(self.places, list) else ():
+        for side in self.sides():
             if side.moved():
                 return f"{side.where} was replaced"
         return self.seen.difference()
+
+    def sides(self) -> list[SideTensor]:
+        """The side tensors that the last warm-up found."""
+        return self.places if isinstance(self.places, list) else []
 
     def drop_graph(self, stage: Stage) -> None:
         """Give the graph's memory back, and forget what was learned for it."""
@@ -68,10 +73,11 @@ class Entry:
         self.steady_warmups = self.changing_warmups = 0
         self.worth = None
 
-    def invalidate(self) -> None:
-        """Let the module's change have its way: warm up anew."""
+    def invalidate(self, change: str) -> None:
+        """Let a change of the module have its way: warm up anew."""
         self.drop_graph(Stage.WARM)
         self.invalidations += 1
+        self.change = change
 
     def served(self) -> None:
         """Note that a replay was right."""
@@ -189,8 +195,9 @@ class Ledger:
     def situation(self, entry: Entry) -> Situation:
         """All that a decision depends on."""
         return Situation(
-            entry.stage, entry.steady_warmups, entry.changing_warmups, entry.invalidations, entry.blocked,
-            len(self._retained), self._options.max_graphs, self._options.warmup,
+            stage=entry.stage, steady_warmups=entry.steady_warmups, changing_warmups=entry.changing_warmups,
+            invalidations=entry.invalidations, change=entry.change, blocked=entry.blocked,
+            retained=len(self._retained), max_graphs=self._options.max_graphs, warmup=self._options.warmup,
         )  # fmt: skip
 
     def _decide_known(self, entry: Entry) -> Decision:
@@ -268,9 +275,10 @@ class Ledger:
     def drop_stale(self) -> int:
         """Drop the graphs that no longer fit, so that they keep no memory of what was replaced; how many."""
         self._recent = ()
-        stale = [e for e in self._retained.values() if e.graph is not None and e.graph.guards.difference() is not None]
-        for entry in stale:
-            entry.invalidate()
+        changes = [(entry, entry.graph.guards.difference()) for entry in self._retained.values() if entry.graph]
+        stale = [(entry, change) for entry, change in changes if change is not None]
+        for entry, change in stale:
+            entry.invalidate(change)
         return len(stale)
 
     def clear(self) -> bool:
@@ -299,6 +307,10 @@ class Ledger:
         other._blocked = OrderedDict((key, replace(entry)) for key, entry in self._blocked.items())
         other._churn, other._habit = self._churn.copy(), copy.copy(self._habit)
         return other
+
+    def changing(self, key: Signature) -> tuple[str, ...]:
+        """The numbers among the arguments of a call that keep changing, in words."""
+        return explain.changing(*self._churn.history(key))
 
     def nearest(
         self, key: Signature, fallback: Fallback | None

@@ -42,6 +42,7 @@ class Situation:
     steady_warmups: int = 0  # calls in a row that left the module's Python state as it was
     changing_warmups: int = 0
     invalidations: int = 0  # in a row
+    change: str = ""  # what the last one was for
     blocked: Fallback | None = None
     retained: int = 0  # signatures that have a graph, or are on the way to one
     max_graphs: int = 4
@@ -78,7 +79,10 @@ def decide(now: Situation) -> Decision:
             return Decision(Plan.EAGER, Fallback(FallbackReason.LIMIT, f"max_graphs={now.max_graphs}"))
         return Decision(Plan.WARM_UP)
     if now.invalidations >= MOST_INVALIDATIONS:
-        return Decision(Plan.EAGER, Fallback(FallbackReason.UNSTABLE, f"{now.invalidations} invalidations in a row"))
+        told = f", the last one since {now.change}" if now.change else ""
+        return Decision(
+            Plan.EAGER, Fallback(FallbackReason.UNSTABLE, f"{now.invalidations} invalidations in a row{told}")
+        )
     if now.steady_warmups >= now.warmup:
         return Decision(Plan.CAPTURE)
     return Decision(Plan.WARM_UP)

@@ -95,7 +95,7 @@ class FallbackReason(StrEnum):
     # The forward.
     READ_BACK = (
         "read_back", "the forward reads a device value back to the host",
-        "keep the decision on the device, or attach to the submodules around it",
+        "keep the value on the device (torch.where), print it elsewhere, or attach to the submodules around it",
     )  # fmt: skip
     HOST_COPY = (
         "host_copy", "the forward copies a tensor from the host to the device",
@@ -123,7 +123,7 @@ class FallbackReason(StrEnum):
     )  # fmt: skip
     CHILD_HOOKS = (
         "child_hooks", "a submodule has forward hooks, which a replay would not run",
-        "remove them, or accept it with child_hooks='ignore'",
+        "remove them, or let replays skip them with attach(..., child_hooks='ignore')",
     )  # fmt: skip
     FOREIGN_HOOK = (
         "foreign_hook", "another library moves, casts or caches inside the module",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,9 @@ from hookgraph import ambient, graphs, guards, policy, refusals, signature, swit
 from hookgraph.audit import Audit, Findings, told, watch
 from hookgraph.backends import Backends, Clock
 from hookgraph.counters import Counters, Outcome
-from hookgraph.errors import CaptureError, FallbackError, HookgraphError, HookgraphWarning
+from hookgraph.errors import CaptureError, FallbackError, HookgraphError, warn
 from hookgraph.explain import Explanation
-from hookgraph.foretell import foretell
+from hookgraph.foretell import check_arguments, foretell
 from hookgraph.graphs import CapturedForward, Replayed, Stale
 from hookgraph.ledger import Entry, Ledger
 from hookgraph.options import Options
@@ -214,7 +213,7 @@ class Runner:
         if change is None:
             return True
         _log.info("%s: warms up again: %s", self.label, change)
-        entry.invalidate()
+        entry.invalidate(change)
         return False
 
     def _is_due(self, entry: Entry) -> bool:
@@ -241,6 +240,7 @@ class Runner:
         module = self._module()
         if module is None:
             raise HookgraphError(f"{self.label}: the attached module no longer exists")
+        check_arguments(module, args, kwargs)
         fallback = self._aside(module)
         if fallback is not None:
             return Explanation(module=self.label, plan=Plan.EAGER, fallback=fallback)
@@ -258,10 +258,11 @@ class Runner:
                 trial = self._ledger.trial()
                 decision, change = foretell(trial, module, call, key, self.options, self._backends)
             against, nearest = self._ledger.nearest(key, decision.fallback)
+            changing = self._ledger.changing(key)
         return Explanation(
             module=self.label, plan=decision.plan, fallback=decision.fallback, change=change, signature=key.summary(),
             nearest=nearest[0].summary() if nearest is not None else "", against=against,
-            differences=nearest[1] if nearest is not None else (),
+            differences=nearest[1] if nearest is not None else (), changing=changing,
         )  # fmt: skip
 
     # -- acts --------------------------------------------------------------------------------------
@@ -337,6 +338,8 @@ class Runner:
             change = state.difference() or weights.difference() or audit.findings.kept
             if change is None and random_positions() != drawn:
                 change = "random numbers of Python or numpy are drawn"
+            del state, weights  # they hold tensors, and who does is asked next
+            change = guards.beside_hooks(module, change)
             blocker = self._judge(module, entry, audit.findings, call, change).blocker
         except Exception as error:
             blocker = self._own_fault(error)
@@ -358,7 +361,8 @@ class Runner:
             seen = findings.blocker or refusals.of_findings(findings, call)
             copies = len(findings.constants.on_host)
             verdict = policy.judge_warmup(self._ledger.situation(entry), change, copies, before, seen)
-            places = guards.locate(module, findings, call.device) if verdict.blocker is None else []
+            known = [side for other in self._ledger.entries() for side in other.sides()]
+            places = guards.locate(module, findings, call.device, known) if verdict.blocker is None else []
             entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), places, verdict.steady)
             if verdict.blocker is not None:
                 self._set_blocked(entry, verdict.blocker)
@@ -536,7 +540,7 @@ class Runner:
         if reason in self._told or (self.options.on_fallback == "ignore" and reason not in _LOUD):
             return
         self._told.add(reason)
-        warnings.warn(f"{self.label} runs eager: {fallback}", HookgraphWarning, stacklevel=2)
+        warn(f"{self.label} runs eager: {fallback}")
 
     # -- the whole ---------------------------------------------------------------------------------
 

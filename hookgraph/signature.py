@@ -13,6 +13,7 @@ import torch
 from hookgraph import containers, tree
 from hookgraph.private_torch import storage_key
 from hookgraph.reasons import Fallback, FallbackReason
+from hookgraph.words import with_article
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Compared by value together with their type: 1, 1.0 and True are three signatures.
@@ -128,11 +129,11 @@ def is_numpy_scalar(leaf: Any) -> bool:
 def _unsupported(leaves: list[Any], spec: tree.TreeSpec) -> Fallback:
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and type(leaf) not in _TENSORS:
-            return Fallback(FallbackReason.TENSOR_KIND, f"{path} is a {type(leaf).__name__}")
+            return Fallback(FallbackReason.TENSOR_KIND, f"{path} is {with_article(type(leaf).__name__)}")
         if isinstance(leaf, torch.Generator):
             return Fallback(FallbackReason.GENERATOR, f"{path} is a torch.Generator")
         if type(leaf) not in _COMMON and not _is_scalar(leaf) and not containers.open_class(type(leaf)):
-            return Fallback(FallbackReason.UNSUPPORTED_ARGUMENT, f"{path} is a {_class_name(leaf)}")
+            return Fallback(FallbackReason.UNSUPPORTED_ARGUMENT, f"{path} is {with_article(_class_name(leaf))}")
     raise AssertionError("an unknown leaf is of no kind at all")
 
 

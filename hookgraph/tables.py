@@ -25,6 +25,7 @@ from hookgraph.diagnosis import Diagnosis
 from hookgraph.explain import Explanation
 from hookgraph.reasons import FallbackReason
 from hookgraph.recording import Recording
+from hookgraph.soak_report import SoakReport
 from hookgraph.stats import ModuleStats, SignatureStats, Stats, format_mib, plural
 from hookgraph.unretained import OTHERS
 from hookgraph.worth import Verdict
@@ -63,6 +64,8 @@ def view(shown: object) -> RenderableType:
         parts = [Text(str(shown))]
     elif isinstance(shown, Benchmark):
         parts = _benchmark_parts(shown)
+    elif isinstance(shown, SoakReport):
+        parts = _soak_parts(shown)
     elif isinstance(shown, Diagnosis):
         parts = _diagnosis_parts(shown)
     else:
@@ -314,7 +317,7 @@ def _diagnosis_parts(diagnosis: Diagnosis) -> list[RenderableType]:
     elif diagnosis.can_capture:
         parts.append(signatures_table(whole))
     parts.extend(_unretained_parts(whole))
-    parts.extend(Text(f" It {note}.") for note in diagnosis.notes)
+    parts.extend(Text(f" {note}.") for note in diagnosis.notes)
     return parts
 
 
@@ -358,7 +361,7 @@ def _signature_cells(signature: SignatureStats) -> list[RenderableType]:
         Text(signature.state, style=_STATE_STYLES.get(signature.state, "")),
         *(_count(getattr(signature, name), style) for name, style in _SIGNATURE_STYLES.items()),
         Text(format_mib(_signature_bytes(signature))),
-        Text("" if signature.speedup is None else f"{signature.speedup:.2f}×"),
+        Text(f"{signature.speedup:.2f}×" if signature.speedup and verdict in _VERDICT_STYLES else ""),
         Text(verdict, style=_VERDICT_STYLES.get(verdict, "")),
     ]
 
@@ -429,3 +432,30 @@ def _benchmark_parts(result: Benchmark) -> list[RenderableType]:
     if result.device == "cpu":
         lines.append("on a CPU the tape rehearses what a GPU would do; it does not promise speed")
     return [table, Text("\n".join(lines))]
+
+
+def _soak_parts(report: SoakReport) -> list[RenderableType]:
+    table = _table("soak")
+    table.add_column("")
+    _add_number_column(table, "count", "")
+    rows = {
+        "calls": report.calls, "compared with eager": report.compared, "mismatches": report.mismatches,
+        "eager differs from itself": report.undecided, "made to fail, as in eager": report.failures,
+        "errors": report.errors,
+    }  # fmt: skip
+    bad = {"mismatches", "errors"}
+    for name, count in rows.items():
+        table.add_row(name, _count(count, _BAD if name in bad else ""))
+    for title, counts in (("outcome", report.outcomes), ("eager for", report.reasons), ("event", report.events)):
+        table.add_section()
+        for name, count in counts.items():
+            table.add_row(f"{title}: {name}", f"{count}")
+    memory = _table("memory, MiB")
+    for name in ("of", "after a fifth", "at the end"):
+        memory.add_column(name, justify="left" if name == "of" else "right")
+    for name, (before, after) in report.memory.items():
+        memory.add_row(name, format_mib(before), format_mib(after))
+    words = "as in eager, all of it" if report.passed else "WRONG; report it"
+    words += "" if report.balanced else "; the counts do not add up"
+    head = f"{report.device_name}, {report.seconds:g} s, {plural(report.threads, 'thread')}: {words}"
+    return [table, memory, Text("\n".join([head, *report.examples]))]

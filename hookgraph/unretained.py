@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hookgraph import explain
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.signature import Signature
+from hookgraph.words import names_in
 
 _MOST_SIGNATURES = 32  # beyond these calls are only counted: shapes that never come back need no list
 _MOST_PATHS = 64
@@ -37,13 +38,14 @@ class Unretained:
         """Count one call, if it ran eager for want of a place.
 
         Args:
-            fallback: Why the call ran eager; for a number that changes, its detail is the path.
+            fallback: Why the call ran eager; for numbers that change, its detail names their paths.
             signature: That of the call.
             retained: The signatures that have a place.
         """
         if fallback.reason is FallbackReason.SCALAR_CHURN:
-            if fallback.detail in self._churned or len(self._churned) < _MOST_PATHS:
-                self._churned[fallback.detail] += 1
+            for path in names_in(fallback.detail):
+                if path in self._churned or len(self._churned) < _MOST_PATHS:
+                    self._churned[path] += 1
         elif fallback.reason is FallbackReason.LIMIT:
             seen = self._seen.get(signature)
             if seen is None and len(self._seen) < _MOST_SIGNATURES:

@@ -136,6 +136,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
+def _is_leaf(tensor: torch.Tensor) -> bool | str:
+    """Whether it is a leaf; PyTorch raises for a view made in no_grad whose base was written with gradients since."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError as error:
+        return str(error)
+
+
 def facts(tensor: torch.Tensor) -> dict[str, Any]:
     """All that a caller can see of a tensor beside its values."""
     dense = tensor.layout is torch.strided and tensor.numel() > 0
@@ -147,7 +155,7 @@ def facts(tensor: torch.Tensor) -> dict[str, Any]:
         "layout": tensor.layout,
         "strides": tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1) if dense else None,
         "requires_grad": tensor.requires_grad,
-        "is_leaf": tensor.is_leaf,
+        "is_leaf": _is_leaf(tensor),
         "is_inference": tensor.is_inference(),
         "conjugate": tensor.is_conj(),
         "negative": tensor.is_neg(),

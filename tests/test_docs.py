@@ -112,6 +112,13 @@ def test_docstrings_run(name):
     assert failed == 0
 
 
+def test_reasons_page_has_every_reason_with_its_words():
+    """The table stands in the file, so that a reader of the repository has it, too."""
+    page = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    rows = [f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in hookgraph.FallbackReason]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
 def test_api_page_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^\.\. auto\w+:: hookgraph\.(\w+)", page, re.MULTILINE))

@@ -19,6 +19,7 @@ import hookgraph
 from hookgraph import ambient, explain, signature
 from hookgraph.errors import HookgraphError
 from hookgraph.explain import Explanation
+from hookgraph.foretell import check_arguments
 from hookgraph.policy import Plan
 from hookgraph.runner import Runner
 from hookgraph.signature import Signature
@@ -270,6 +271,77 @@ def test_a_number_that_keeps_changing(foretold: Foretold) -> None:
     check_balance(handle.stats)
 
 
+def test_the_last_call_of_a_loop_whose_number_changes(foretold: Foretold) -> None:
+    """It would be watched, since two equal calls in a row end the state; that it is one more signature is told."""
+    module = Scaled()
+    handle = hookgraph.attach(module)
+    for step in range(10):
+        module(X, scale=float(step))
+    told = handle.explain(X, scale=9.0)
+    assert told.plan is Plan.WARM_UP
+    assert told.changing == ("kwargs['scale'] changed in 9 of 10 calls without a graph",)
+    assert str(told) == (
+        "Scaled: this call would warm up, a watched eager call.\n"
+        "These values would be one more signature; pass as a tensor what changes:\n"
+        "  kwargs['scale'] changed in 9 of 10 calls without a graph"
+    )
+    assert told.to_dict()["changing"] == list(told.changing)
+
+
+def test_all_numbers_that_change_are_named(foretold: Foretold) -> None:
+    module = Does(lambda m, x, *numbers, scale=1.0: m.linear(x) * sum(numbers) * scale)
+    handle = hookgraph.attach(module)
+    for step in range(20):
+        module(X, 1.0, *(step / number for number in (3, 5, 7)), scale=float(step))
+    told = handle.explain(X, 1.0, 0.1, 0.2, 0.3, scale=0.4)
+    assert told.fallback is not None
+    assert told.fallback.detail == "args[2], args[3], args[4] and 1 more"
+    (stats,) = handle.stats.modules
+    assert set(stats.varied) == {"args[2]", "args[3]", "args[4]"}
+    assert set(stats.varied.values()) == {stats.reasons["scalar_churn"]}
+
+
+def test_a_number_that_changed_once_is_not_one_that_changes() -> None:
+    module = Scaled()
+    handle = hookgraph.attach(module)
+    for step in range(20):
+        module(X, 2.0 if step < 2 else 3.0, scale=float(step))
+    assert set(handle.stats.modules[0].details["scalar_churn"]) == {"kwargs['scale']"}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "match"),
+    [
+        pytest.param(
+            (X,), {"scal": 1.0}, r"an unexpected keyword argument 'scal'; did you mean 'scale'\?", id="misspelt"
+        ),
+        pytest.param((), {"scale": 1.0}, "missing a required argument: 'x'", id="one missing"),
+        pytest.param((X, 1.0, 2.0, 3.0), {}, "too many positional arguments", id="one too many"),
+    ],
+)
+def test_arguments_that_the_forward_does_not_take(args: Any, kwargs: Any, match: str) -> None:
+    module = Scaled()
+    handle = hookgraph.attach(module)
+    with pytest.raises(TypeError, match=rf"explain\(\): Scaled.forward\(\) .*{match}"):
+        handle.explain(*args, **kwargs)
+    with pytest.raises(TypeError):
+        module(*args, **kwargs)
+    assert handle.stats.calls == 1  # the real one
+
+
+def test_arguments_that_a_pre_hook_makes_fit() -> None:
+    module = Scaled()
+    module.register_forward_pre_hook(lambda m, args, kwargs: (args, {}), with_kwargs=True)
+    handle = hookgraph.attach(module)
+    assert handle.explain(X, any_name=1.0).plan is Plan.WARM_UP
+
+
+def test_a_forward_whose_signature_cannot_be_read() -> None:
+    module = mlp()
+    module.forward = dict  # type: ignore[method-assign,assignment]
+    check_arguments(module, (X,), {"nothing": 1})
+
+
 def test_the_signature_compared_with_is_the_one_that_takes_the_least_padding() -> None:
     module = mlp()
     handle = hookgraph.attach(module, max_graphs=3)
@@ -308,12 +380,12 @@ def test_an_explanation_is_text_a_renderable_and_data() -> None:
     module = mlp()
     handle = hookgraph.attach(module, max_graphs=1)
     module(X)
-    told = handle.explain(x=X.double())
+    told = handle.explain(input=X.double())
     data = told.to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["plan"] == "eager"
     assert data["fallback"]["reason"] == "limit"
-    assert {one["path"] for one in data["differences"]} == {"args[0]", "kwargs['x']"}
+    assert {one["path"] for one in data["differences"]} == {"args[0]", "kwargs['input']"}
     console = rich.console.Console(width=400, record=True, file=io.StringIO())
     console.print(told)
     assert " ".join(console.export_text().split()) == " ".join(str(told).split())

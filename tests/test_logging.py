@@ -115,6 +115,7 @@ def test_a_warning_comes_once_for_each_module_and_reason() -> None:
         with hookgraph.disabled():
             model(torch.ones(2, 4))
             model(torch.ones(2, 4))
+    assert {warning.filename for warning in seen} == {modules.__file__}, "a warning names the line that made the call"
     told = [str(warning.message).partition(":")[0] + str(warning.message).split(":")[1] for warning in seen]
     assert {warning.category for warning in seen} == {hookgraph.HookgraphWarning}
     assert sorted(told) == sorted(

@@ -145,9 +145,9 @@ why calls ran eager
 
   eager   reason         what was seen                                what to do
  ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-     19   read_back      the forward reads a device value back to     keep the decision on the device, or attach
-                         the host                                     to the submodules around it
-                         e.g. model.py:292 reads a device value: if
+     19   read_back      the forward reads a device value back to     keep the value on the device (torch.where),
+                         the host                                     print it elsewhere, or attach to the
+                         e.g. model.py:292 reads a device value: if   submodules around it
                          mask[0].all()
 
       5   limit          max_graphs signatures are retained already   raise max_graphs, or pad inputs to fewer

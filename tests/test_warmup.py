@@ -108,7 +108,7 @@ def test_the_progress_bar_counts_calls(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_bad_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = hookgraph.attach(mlp())
-    with pytest.raises(hookgraph.HookgraphError, match=r"warmup: call 1 is a Tensor; expected \(args, kwargs\)"):
+    with pytest.raises(hookgraph.HookgraphError, match=r"calls\[1\] is a Tensor; expected \(args, kwargs\)"):
         handle.warmup([((x(),), {}), x()], progress=False)
     assert handle.stats.calls == 0
     handle.detach()

@@ -1,4 +1,4 @@
-"""What the pages take from the code itself, so that it cannot go stale: reasons, rooms, docstrings."""
+"""What the pages take from the code itself, so that it cannot go stale: rooms and docstrings."""
 
 import ast
 import functools
@@ -14,14 +14,6 @@ import hookgraph
 PACKAGE = Path(hookgraph.__file__).parent
 # The four lines that a library like this owes its readers beside Args, Returns and Raises.
 FOUR_LINES = re.compile(r"^(Streams|Aliasing|Restores|Cost):(?= )")
-
-
-class FallbackReasons(SphinxDirective):
-    """One row for each reason: the name it is counted under, what was seen, what to do."""
-
-    def run(self) -> list[nodes.Node]:
-        rows = [f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in hookgraph.FallbackReason]
-        return self.parse_text_to_nodes("\n".join(["| reason | what was seen | what to do |", "|---|---|---|", *rows]))
 
 
 class Rooms(SphinxDirective):
@@ -77,7 +69,6 @@ def four_lines(app: Sphinx, what: str, name: str, obj: object, options: object, 
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_directive("fallback-reasons", FallbackReasons)
     app.add_directive("rooms", Rooms)
     app.connect("autodoc-process-docstring", four_lines, priority=600)  # after napoleon, which makes the other fields
     return {"parallel_read_safe": True, "parallel_write_safe": True}

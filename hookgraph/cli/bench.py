@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, and report; 0 when all variants agree with eager."""
     # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
     with contextlib.redirect_stdout(sys.stderr):
-        module, calls = factories.load(options.module, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        module, calls = factories.load(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             result = bench.measure(module, calls, rounds=options.rounds, compiled=options.compile)
         except (HookgraphError, ValueError) as error:

@@ -25,7 +25,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--calls",
         type=factories.positive,
         metavar="N",
-        help="calls to make in a rehearsal, going round (five times the list)",
+        help="calls to make in a rehearsal, going round (five times the list, at least three times)",
+    )
+    parser.add_argument(
+        "--child-hooks",
+        choices=("refuse", "ignore"),
+        default="refuse",
+        help="as in attach(): whether forward hooks on submodules, which a replay skips, forbid a graph (refuse)",
     )
     parser.add_argument("--max-graphs", type=factories.positive, default=4, help="signatures to retain (4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
@@ -36,9 +42,11 @@ def run(options: argparse.Namespace) -> int:
     """Rehearse, and report; 0 when something can be captured, 1 when nothing can."""
     # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
     with contextlib.redirect_stdout(sys.stderr):
-        module, calls = factories.load(options.module)
+        module, calls = factories.load(options)
         try:
-            diagnosis = diagnose(module, calls, total_calls=options.calls, max_graphs=options.max_graphs)
+            diagnosis = diagnose(
+                module, calls, total_calls=options.calls, max_graphs=options.max_graphs, child_hooks=options.child_hooks
+            )
         except HookgraphError as error:
             raise CommandError(str(error)) from error
     print(json.dumps(diagnosis.to_dict()) if options.json else diagnosis)
