@@ -300,7 +300,7 @@ PROVOKED: dict[str, tuple[Callable[[], hookgraph.Attachment], str]] = {
 
 # No call on the CPU can meet these: the rule behind each is asked directly, below.
 WITHOUT_A_CALL = {
-    "capturing": "tests/gpu: a stream that is captured already",
+    "capturing": "tests/gpu/test_worth_gpu.py: a stream that is captured already",
     "host_tensor": "a module on another device",
     "host_copy": "a forward on another device",
     "internal_error": "tests/test_faults.py: a fault at each step of a call",
