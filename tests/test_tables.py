@@ -15,6 +15,7 @@ from hookgraph import tables
 from hookgraph.counters import Outcome
 from hookgraph.recording import CallRecord
 from hookgraph.stats import ModuleStats, SignatureStats, Stats
+from hookgraph.tables import counts, reports
 
 MIB = 1 << 20
 
@@ -209,12 +210,12 @@ recording, host time
 
 
 def test_recording_is_golden() -> None:
-    text = "\n".join(line.rstrip() for line in drawn(tables.recording_table(CALLS)).splitlines())
+    text = "\n".join(line.rstrip() for line in drawn(reports.recording_table(CALLS)).splitlines())
     assert f"\n{text.strip()}\n" == RECORDING_TEXT
 
 
 def test_a_recording_of_unserved_calls_has_no_times() -> None:
-    row = drawn(tables.recording_table([call(None, Outcome.EAGER, reason="displaced")])).splitlines()[-2]
+    row = drawn(reports.recording_table([call(None, Outcome.EAGER, reason="displaced")])).splitlines()[-2]
     assert row.split() == ["transformer", "eager", "1"]
 
 
@@ -246,10 +247,10 @@ def test_a_module_that_was_never_called() -> None:
 @pytest.mark.parametrize(
     "table",
     [
-        pytest.param(tables.modules_table(FULL), id="modules"),
-        pytest.param(tables.signatures_table(qwen_image()), id="signatures"),
-        pytest.param(tables.reasons_table([qwen_image()], FULL.reasons), id="reasons"),
-        pytest.param(tables.recording_table(CALLS), id="recording"),
+        pytest.param(counts.modules_table(FULL), id="modules"),
+        pytest.param(counts.signatures_table(qwen_image()), id="signatures"),
+        pytest.param(counts.reasons_table([qwen_image()], FULL.reasons), id="reasons"),
+        pytest.param(reports.recording_table(CALLS), id="recording"),
     ],
 )
 def test_columns_add_up(table: Table) -> None:
@@ -279,8 +280,8 @@ def test_no_line_is_wider_than_the_terminal_or_115_columns(width: int) -> None:
 
 def test_no_table_has_more_than_eight_columns() -> None:
     module = qwen_image()
-    drawn_tables = [tables.modules_table(FULL), tables.signatures_table(module), tables.reasons_table([module], {})]
-    drawn_tables.append(tables.recording_table(CALLS))
+    drawn_tables = [counts.modules_table(FULL), counts.signatures_table(module), counts.reasons_table([module], {})]
+    drawn_tables.append(reports.recording_table(CALLS))
     assert all(len(table.columns) <= 8 for table in drawn_tables)
 
 
@@ -297,7 +298,7 @@ def fields(module: ModuleStats) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["", "Expert"], ids=["empty", "class name"])
 def test_the_model_itself_is_named_once(name: str) -> None:
-    table = tables.signatures_table(ModuleStats(**fields(action_expert()) | {"name": name}))
+    table = counts.signatures_table(ModuleStats(**fields(action_expert()) | {"name": name}))
     assert str(table.title) == "Expert, backend cuda"
 
 
@@ -316,7 +317,7 @@ def test_counts_that_do_not_balance_are_called_a_mistake() -> None:
 
 
 def test_a_reason_of_another_version_is_shown_by_its_name() -> None:
-    shown = drawn(tables.reasons_table([], {"moon_phase": 2}))
+    shown = drawn(counts.reasons_table([], {"moon_phase": 2}))
     assert "moon_phase" in shown
     assert "does not know" in shown
 
