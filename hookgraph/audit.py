@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookgraph import containers, tree
+from hookgraph import containers
 from hookgraph.constants import HostConstants, host_copy, makers
+from hookgraph.operators import Operator, about, draws, reads_back, tensors, written_tensors
 from hookgraph.private_torch import ThreadPatch, autocast_weights_uncached, parts_seen_by, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
-_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
-_COPIES = {"_to_copy", "copy_"}
 _SKIPPED_FOLDERS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # may lie in its folder
@@ -181,16 +180,21 @@ class Audit(TorchDispatchMode):
         out = parts_seen_by(self, func, args, kwargs)
         if out is not NotImplemented:
             return out
+        operator: Operator | None = None
         given: list[torch.Tensor] = []
+        keys: list[int] = []
         try:
-            given = _tensors((args, kwargs))
-            self._look_before(func, args, kwargs, given)
+            operator, given = about(func), tensors(args, kwargs)
+            keys = [storage_key(tensor) for tensor in given]
+            self._look_before(func, operator, args, kwargs, given, keys)
         except Exception as error:
             self._fail(error)
         out = func(*args, **kwargs)
         try:
-            self._look_at_results(given, out)
-            copy = host_copy(func, args, kwargs)
+            if operator is None or operator.written:  # it may have given them other memory
+                keys = [storage_key(tensor) for tensor in given]
+            self._look_at_results(keys, out)
+            copy = host_copy(func, args, kwargs) if operator is not None and operator.is_copy else None
             if copy is not None:
                 self._keep_constant(copy[0], out)
         except Exception as error:
@@ -201,16 +205,17 @@ class Audit(TorchDispatchMode):
         """Watch to no avail: an error of the audit's own, out of memory say, is none of the forward's."""
         self.findings.blocker = self.findings.blocker or Fallback(FallbackReason.INTERNAL_ERROR, told(error))
 
-    def _look_before(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
-        name = func._schema.name.partition("::")
-        base = name[2]
+    def _look_before(
+        self, func: Any, operator: Operator, args: Any, kwargs: Any, given: list[torch.Tensor], keys: list[int]
+    ) -> None:
         self.findings.operators += 1
-        if name[0] in _COLLECTIVE_NAMESPACES:
+        if operator.is_collective:
             self.findings.block(FallbackReason.COLLECTIVE, str(func))
-        self._look_at_reads(base, given)
-        self._look_at_host(func, base, args, kwargs, given)
-        self._look_at_random(func, args, kwargs)
-        self._look_at_writes(func, args, kwargs)
+        self._look_at_reads(operator, given, keys)
+        self._look_at_host(func, operator, args, kwargs, given)
+        self._look_at_random(func, operator, args, kwargs, given)
+        if operator.written or operator.is_batch_norm:
+            self._look_at_writes(func, args, kwargs)
 
     def _keep_constant(self, source: torch.Tensor, arrived: torch.Tensor) -> None:
         """What the forward copied from the host; a capture will be served the same value."""
@@ -220,14 +225,13 @@ class Audit(TorchDispatchMode):
         if self.findings.constants.nbytes > _LARGEST_CONSTANTS:
             self.findings.block(FallbackReason.HOST_COPY, f"{self.findings.constants.nbytes >> 20} MiB on each call")
 
-    def _look_at_reads(self, base: str, given: list[torch.Tensor]) -> None:
-        for tensor in given:
-            key = storage_key(tensor)
+    def _look_at_reads(self, operator: Operator, given: list[torch.Tensor], keys: list[int]) -> None:
+        for tensor, key in zip(given, keys, strict=True):
             if key in self._made or key in self._arguments or key in self.findings.side or key in self._passing:
                 continue
             if key in self._own and tensor.device == self.device:
                 continue  # guarded by address; one on the host goes into the graph by its values
-            if base in ("lift_fresh", "lift_fresh_copy"):
+            if operator.name in ("lift_fresh", "lift_fresh_copy"):
                 self._made.add(key)  # torch.tensor(...): a constant, made just now
                 continue
             self.findings.side_lines[key] = source_line()
@@ -301,41 +305,41 @@ class Audit(TorchDispatchMode):
             lines = self.findings.side_lines
             self.findings.blocker = Fallback(FallbackReason.SIDE_TENSOR, lines[next(iter(left))])
 
-    def _look_at_host(self, func: Any, base: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+    def _look_at_host(self, func: Any, operator: Operator, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
         if reads_back(func, args, kwargs, self.device):
-            self.findings.block(FallbackReason.READ_BACK, _in_words(func))
+            self.findings.block(FallbackReason.READ_BACK, _in_words(operator))
             return
         if self.device.type == "cpu":
             return
-        if base in _COPIES:
-            self._look_at_copy(func, kwargs, given)
+        if operator.is_copy:
+            self._look_at_copy(operator, kwargs, given)
         elif any(t.device != self.device for t in given) and any(t.device == self.device for t in given):
             for tensor in given:
                 if tensor.device != self.device and not self._is_constant(tensor):
-                    what = f"{_plain(func)} takes a value from a tensor on {tensor.device}"
+                    what = f"{operator.name} takes a value from a tensor on {tensor.device}"
                     self.findings.block(FallbackReason.HOST_TENSOR, what)
 
-    def _look_at_copy(self, func: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+    def _look_at_copy(self, operator: Operator, kwargs: Any, given: list[torch.Tensor]) -> None:
         """A copy from the device to the CPU is a read-back."""
         source = given[1] if len(given) > 1 else given[0]
         wanted = kwargs.get("device")
         target = given[0].device if len(given) > 1 else source.device if wanted is None else torch.device(wanted)
         if source.device.type != "cpu" and target.type == "cpu" and source.numel():
-            self.findings.block(FallbackReason.READ_BACK, f"{_in_words(func)} to {target}")
+            self.findings.block(FallbackReason.READ_BACK, f"{_in_words(operator)} to {target}")
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         """Made from Python numbers inside the forward, or an argument that is keyed by value."""
         key = storage_key(tensor)
         return key in self._made or key in self._arguments
 
-    def _look_at_random(self, func: Any, args: Any, kwargs: Any) -> None:
-        if draws(func, args, kwargs):
+    def _look_at_random(self, func: Any, operator: Operator, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        if operator.may_draw and draws(func, args, kwargs):
             self.findings.draws_random_numbers = True
-            devices = {tensor.device.type for tensor in _tensors((args, kwargs))}
+            devices = {tensor.device.type for tensor in given}
             wanted = torch.device(kwargs.get("device") or "cpu").type
             self._random_on_host |= "cpu" in (devices or {wanted})
         if isinstance(kwargs.get("generator"), torch.Generator):
-            self.findings.block(FallbackReason.GENERATOR, _plain(func))
+            self.findings.block(FallbackReason.GENERATOR, operator.name)
 
     def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in written_tensors(func, args, kwargs):
@@ -347,9 +351,8 @@ class Audit(TorchDispatchMode):
             elif key not in self._made:
                 self._hold(self.findings.written_outside, key, self._own.get(key, tensor))
 
-    def _look_at_results(self, given: list[torch.Tensor], out: Any) -> None:
-        known = {storage_key(tensor) for tensor in given}
-        for tensor in _tensors(out):
+    def _look_at_results(self, known: Sequence[int], out: Any) -> None:
+        for tensor in tensors(out):
             key = storage_key(tensor)
             if key not in known:
                 self._made.add(key)
@@ -360,94 +363,8 @@ class Audit(TorchDispatchMode):
                 self._passing.pop(key, None)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves, _ = tree.flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _plain(func: Any) -> str:
-    return str(func._schema.name).removeprefix("aten::")
-
-
-def _in_words(func: Any) -> str:
-    return _WORDS.get(_plain(func), _plain(func))
-
-
-def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that an operator writes to, by its schema."""
-    if _plain(func) in _BATCH_NORMS:
-        yield from _running_statistics(func, args, kwargs)
-    if not func._schema.is_mutable:
-        return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
-
-
-# Their schemas do not say that they advance the running statistics.
-_BATCH_NORMS = {
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "miopen_batch_norm",
-    "_batch_norm_impl_index",
-    "batch_norm",
-    "instance_norm",
-}
-
-
-def _running_statistics(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    if given.get("training", given.get("train", given.get("use_input_stats", True))):
-        for name in ("running_mean", "running_var"):
-            if given.get(name) is not None:
-                yield given[name]
-
-
-# They read the values of an argument below the dispatcher.
-_READ_BELOW = {"aten::_pack_padded_sequence", "aten::_pad_packed_sequence"}
-
-
-def reads_back(func: Any, args: Any, kwargs: Any, device: torch.device) -> bool:
-    """Whether an operator makes the host wait for a value that the device computes.
-
-    PyTorch tags such operators; indexing and ``repeat_interleave`` do so only for some arguments.
-    """
-    tags = func.tags
-    if func._schema.name in _READ_BELOW:
-        return True
-    if torch.Tag.data_dependent_output not in tags and torch.Tag.dynamic_output_shape not in tags:
-        return _masks_with_tensor_value(func, args, device)
-    given = _tensors((args, kwargs))
-    if given and all(tensor.device != device for tensor in given):
-        return False  # a value of the host's own
-    base = _plain(func)
-    if base in ("index", "_unsafe_index"):
-        return any(_is_mask(index) for index in args[1])
-    if base == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    return True
-
-
-def _masks_with_tensor_value(func: Any, args: Any, device: torch.device) -> bool:
-    """``x[mask] = values`` asks for the number of true elements, unless there is one value."""
-    if _plain(func) not in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"):
-        return False
-    return any(_is_mask(index) and index.device == device for index in args[1]) and args[2].numel() != 1
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator may draw random numbers; attention kernels do so only with dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0.0)
-    return True
+def _in_words(operator: Operator) -> str:
+    return _WORDS.get(operator.name, operator.name)
 
 
 def told(error: BaseException) -> str:

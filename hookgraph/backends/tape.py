@@ -21,9 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import tree
-from hookgraph.audit import draws, reads_back, source_line, told, written_tensors
+from hookgraph.audit import source_line, told
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
+from hookgraph.operators import draws, reads_back, tensors, written_tensors
 from hookgraph.private_torch import compiled_part, parts_seen_by, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
@@ -121,10 +122,6 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 class _Pointer:
@@ -318,13 +315,13 @@ class _Recorder(TorchDispatchMode):
             return out
         if reads_back(func, args, kwargs, _CPU):
             raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
-        given = {storage_key(leaf) for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+        given = {storage_key(tensor) for tensor in tensors(args, kwargs)}
         if func._schema.name.startswith("aten::lift_fresh"):
             for leaf in tree.flatten(args)[0]:
                 self._tape.own_constant(leaf)  # torch.tensor(...)
         if func._schema.name in _RESHAPES_IN_PLACE:
             out = func(*args, **kwargs)
-            if func._schema.name in _REPOINTS or not all(self._tape.owns(leaf) for leaf in _tensors_of(args[:1])):
+            if func._schema.name in _REPOINTS or not all(self._tape.owns(leaf) for leaf in tensors(args[:1])):
                 raise CaptureError(f"{source_line()}: {func._schema.name} changes what a tensor looks at")
             return out  # it moves no data, and recorded operators have views of their own
         for tensor in written_tensors(func, args, kwargs):
