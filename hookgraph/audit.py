@@ -29,7 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookgraph import containers
 from hookgraph.constants import HostConstants, host_copy, makers
 from hookgraph.operators import Operator, about, draws, reads_back, tensors, written_tensors
-from hookgraph.private_torch import ThreadPatch, autocast_weights_uncached, parts_seen_by, storage_key
+from hookgraph.private_torch import (
+    ThreadPatch,
+    autocast_noted,
+    autocast_weights_uncached,
+    call_as_outside,
+    parts_seen_by,
+    storage_key,
+)
 from hookgraph.reasons import Fallback, FallbackReason
 
 _SKIPPED_FOLDERS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
@@ -71,12 +78,16 @@ class Findings:
     written_arguments: set[int] = field(default_factory=set)
     # By storage, and not kept alive: a signature that never comes back must hold no memory.
     side: Weak = field(default_factory=weakref.WeakValueDictionary)  # neither argument, module's nor made inside
+    # Other objects that look at side tensors or at the module's own, by identity: what was read may be a view that somebody
+    # keeps and replaces by itself.  Most die with the forward.
+    views: Weak = field(default_factory=weakref.WeakValueDictionary)
     side_lines: dict[int, str] = field(default_factory=dict)
     written_outside: Weak = field(default_factory=weakref.WeakValueDictionary)  # module's and side tensors
     kept: str | None = None  # a tensor that the forward made and that somebody outside keeps
     outside: int = 0  # how many both had when the forward ended
     constants: HostConstants = field(default_factory=HostConstants)
     operators: int = 0
+    custom: bool = False  # whether one of them is not PyTorch's own, whose tags may not say what it draws
 
     def complete(self) -> bool:
         """Whether every tensor that the forward used from outside is still there."""
@@ -142,6 +153,7 @@ def watch(audit: Audit) -> Iterator[None]:
             stack.enter_context(patch.active())
         stack.enter_context(makers.active())
         stack.enter_context(autocast_weights_uncached())
+        stack.enter_context(autocast_noted())
         stack.enter_context(audit)
         yield
 
@@ -170,6 +182,8 @@ class Audit(TorchDispatchMode):
         self._alive: dict[int, StorageWeakRef] = {}
         self._random_on_host = False
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled submodules run their compiled code."""
@@ -177,7 +191,10 @@ class Audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = parts_seen_by(self, func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            self.findings.block(FallbackReason.HIGHER_ORDER, func.name())
+            return func(*args, **kwargs)
+        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
         if out is not NotImplemented:
             return out
         operator: Operator | None = None
@@ -189,7 +206,7 @@ class Audit(TorchDispatchMode):
             self._look_before(func, operator, args, kwargs, given, keys)
         except Exception as error:
             self._fail(error)
-        out = func(*args, **kwargs)
+        out = call_as_outside(func, args, kwargs)
         try:
             if operator is None or operator.written:  # it may have given them other memory
                 keys = [storage_key(tensor) for tensor in given]
@@ -209,6 +226,7 @@ class Audit(TorchDispatchMode):
         self, func: Any, operator: Operator, args: Any, kwargs: Any, given: list[torch.Tensor], keys: list[int]
     ) -> None:
         self.findings.operators += 1
+        self.findings.custom |= operator.is_custom
         if operator.is_collective:
             self.findings.block(FallbackReason.COLLECTIVE, str(func))
         self._look_at_reads(operator, given, keys)
@@ -227,9 +245,14 @@ class Audit(TorchDispatchMode):
 
     def _look_at_reads(self, operator: Operator, given: list[torch.Tensor], keys: list[int]) -> None:
         for tensor, key in zip(given, keys, strict=True):
-            if key in self._made or key in self._arguments or key in self.findings.side or key in self._passing:
+            if key in self._made or key in self._arguments or key in self._passing:
+                continue
+            if key in self.findings.side:
+                self.findings.views[id(tensor)] = tensor
                 continue
             if key in self._own and tensor.device == self.device:
+                if tensor is not self._own[key]:
+                    self.findings.views[id(tensor)] = tensor
                 continue  # guarded by address; one on the host goes into the graph by its values
             if operator.name in ("lift_fresh", "lift_fresh_copy"):
                 self._made.add(key)  # torch.tensor(...): a constant, made just now
@@ -238,6 +261,7 @@ class Audit(TorchDispatchMode):
             if self._compiled:
                 self._passing[key] = StorageWeakRef(tensor.untyped_storage())
             else:
+                self.findings.views[id(tensor)] = tensor
                 self._hold(self.findings.side, key, tensor)
 
     def _hold(self, where: Weak, key: int, tensor: torch.Tensor) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph.errors import CaptureError
-from hookgraph.private_torch import ThreadPatch, parts_seen_by
+from hookgraph.operators import tensors
+from hookgraph.private_torch import ThreadPatch, call_as_outside, parts_seen_by
 from hookgraph.proof import same_bits
 
 _COPIES = ("_to_copy", "copy_")
@@ -63,6 +64,8 @@ class Serve(TorchDispatchMode):
         super().__init__()
         self._constants, self._next = constants, 0
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled submodules run their compiled code."""
@@ -70,12 +73,14 @@ class Serve(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = parts_seen_by(self, func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{func.name()} is a higher-order operator, which the warm-up did not see")
+        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
         if out is not NotImplemented:
             return out
         copy = host_copy(func, args, kwargs)
         if copy is None:
-            return func(*args, **kwargs)
+            return call_as_outside(func, args, kwargs)
         constant = self._take(copy[0])
         return args[0].copy_(constant) if func._schema.name == "aten::copy_" else constant.clone()
 

@@ -211,7 +211,7 @@ class CapturedForward:
         Restores: the memory of the module that the graph writes, and random state; also on failure.
         """
         marks = [Mark(call.leaves[position]) for position in call.tensors]
-        random, clock = _RandomState(call.device) if self._random else None, self.backend.clock()
+        random, clock = RandomState(call.device) if self._random else None, self.backend.clock()
         written = _memories(self._outside)
         watched = {key: memory for key, memory in _memories(self._small_buffers()).items() if key not in written}
         with self.backend.turn, torch.no_grad():
@@ -273,12 +273,19 @@ class CapturedForward:
         return any(proof.difference(other, output, []) is not None for other in others)
 
 
-class _RandomState:
+class RandomState:
     """The default random generator of a device, as it was."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        self._state = self._now()
+
+    def _now(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def moved(self) -> bool:
+        """Whether somebody has drawn from it since."""
+        return not torch.equal(self._state, self._now())
 
     def restore(self) -> None:
         if self._device.type == "cuda":

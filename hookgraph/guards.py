@@ -306,6 +306,7 @@ def locate(
         Where each is held, or the reason why one cannot be relied on.
     """
     tensors, memory, places = _seen_from_module(module, findings.side)
+    views = _kept_views(module, findings, tensors)
     passed_over = {id(vars(child)) for child in module.modules()} | {id(tensors)}
     # Who else holds one, too: the forward may read it by any of these ways, and any may be replaced.
     elsewhere, attributes = _holders(_held_elsewhere(tensors, places, known), passed_over)
@@ -313,9 +314,12 @@ def locate(
     for identity, tensor in tensors.items():
         for where, current in (*places[identity], *elsewhere.get(identity, ())):
             found[memory[identity]].append(SideTensor(where, current, tensor, tensor.device != device))
-    for key, sides in found.items():
-        if not sides:
-            tensor = findings.side[key]
+    kept, _ = _holders(views, passed_over)
+    for view in views:
+        sides = [SideTensor(*place, view, view.device != device) for place in kept[id(view)]]
+        found.setdefault(storage_key(view), []).extend(sides)
+    for key, tensor in findings.side.items():
+        if not found[key]:
             kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
             return Fallback(FallbackReason.SIDE_TENSOR, f"{findings.side_lines[key]}: {kind}")
     loose = [(place, tensors[identity]) for identity, some in attributes.items() for place in some]
@@ -348,6 +352,12 @@ def _seen_from_module(
             tensors[id(tensor)], memory[id(tensor)] = tensor, key
             places.setdefault(id(tensor), []).append((where, current))
     return tensors, memory, places
+
+
+def _kept_views(module: nn.Module, findings: Findings, tensors: _Tensors) -> list[torch.Tensor]:
+    """What the forward read of the memory of others and that outlives it, beside the tensors known already."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return [view for identity, view in findings.views.items() if identity not in tensors and identity not in own]
 
 
 def _held_elsewhere(

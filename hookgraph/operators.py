@@ -55,6 +55,7 @@ class Operator:
     """What the schema and the tags of one operator say; the same for all its calls."""
 
     name: str  # without "aten::"
+    is_custom: bool  # not one of PyTorch's own
     is_collective: bool
     is_copy: bool
     is_batch_norm: bool
@@ -73,6 +74,7 @@ def about(func: Any) -> Operator:
     dropout = [(position, argument.default_value) for position, argument in arguments if argument.name == "dropout_p"]
     return Operator(
         name=base if namespace == "aten" else schema.name,
+        is_custom=namespace not in ("aten", "prims", "prim"),
         is_collective=namespace in _COLLECTIVE_NAMESPACES,
         is_copy=base in _COPIES,
         is_batch_norm=base in _BATCH_NORMS,

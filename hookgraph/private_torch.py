@@ -5,6 +5,7 @@ Everything here is read-only, except ``hide_capture``, which puts back what it c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,28 +50,107 @@ def function_modes() -> tuple[Any, ...] | None:
     return tuple(mode.device for mode in modes)
 
 
-def parts_seen_by(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+# Operators made of others that choose a kernel by their surroundings, copy, draw, or read back.  Not those that
+# multiply: what ``matmul`` is made of depends on flags of its arguments that a dispatch mode changes.
+_TAKEN_APART = {
+    "scaled_dot_product_attention", "to", "type_as", "one_hot", "allclose", "item", "is_nonzero", "repeat_interleave",
+    "tensor_split", "dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
+    "feature_alpha_dropout", "feature_alpha_dropout_",
+}  # fmt: skip
+
+
+def parts_seen_by(mode: Any, func: Any, given: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
     """Run an operator that is made of others inside a dispatch mode, which then sees those.
 
-    Outside inference mode they arrive one by one anyway; inside it, ``linear``, ``to`` or
+    Outside inference mode they arrive one by one anyway; inside it, ``to`` or
     ``scaled_dot_product_attention`` arrives whole, and what it does would stay hidden: which kernel it
     chose, what it copied, what it read back.
 
+    Args:
+        given: The tensors among the arguments; where one is of another kind than plain and strided, it may
+            have a kernel of its own.
+
     Returns:
-        What the operator returned; NotImplemented for one that is a kernel of its own.
+        What the operator returned; NotImplemented for one that is not taken apart.
     """
-    if not _is_composite(func):
+    if not _is_taken_apart(func) or not all(_is_plain(tensor) for tensor in given):
         return NotImplemented
     with mode:
         return func._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+# Operators that autocast does not cast for, and that call others for which it does.
+_CAST_INSIDE = {
+    "einsum", "tensordot", "inner", "kron", "matrix_power", "linalg_matrix_power", "linalg_multi_dot", "chain_matmul",
+    "pinverse", "linalg_pinv", "bilinear", "_trilinear", "rnn_tanh", "rnn_relu", "gru", "lstm", "rnn_tanh_cell",
+    "rnn_relu_cell", "gru_cell", "lstm_cell", "_transformer_encoder_layer_fwd",
+}  # fmt: skip
+_AUTOCAST_KEYS = {"cpu": _C.DispatchKey.AutocastCPU, "cuda": _C.DispatchKey.AutocastCUDA}
+
+
+class _Autocast(threading.local):
+    """Whether autocast is on outside of the handler of a dispatch mode; inside, it looks as if it were off."""
+
+    def __init__(self) -> None:
+        self.on: dict[str, bool] = {}
+
+
+_autocast = _Autocast()
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_autocast_enabled(*args: Any) -> None:
+        original(*args)  # the device and whether, or, in the older form, whether alone
+        _autocast.on[args[0] if len(args) > 1 else "cuda"] = bool(args[-1])
+
+    return set_autocast_enabled
+
+
+@contextmanager
+def autocast_noted() -> Iterator[None]:
+    """Know in the handlers of dispatch modes whether autocast is on around them.
+
+    Restores: the functions of torch that switch it.
+    """
+    before = _autocast.on
+    _autocast.on = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    try:
+        with _autocast_switch.active():
+            yield
+    finally:
+        _autocast.on = before
+
+
+def casts_inside(func: Any) -> bool:
+    """Whether autocast is at work inside an operator, which a dispatch mode switches off there."""
+    return any(_autocast.on.values()) and func._schema.name.removeprefix("aten::") in _CAST_INSIDE
+
+
+def call_as_outside(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator from a dispatch mode as it would run without one.
+
+    Restores: which dispatch keys are excluded.
+    """
+    if not casts_inside(func):
+        return func(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for kind, key in _AUTOCAST_KEYS.items():
+            if _autocast.on.get(kind):
+                stack.enter_context(_C._SetExcludeDispatchKeyGuard(key, False))
+        return func(*args, **kwargs)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    known = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return known and tensor.layout is torch.strided and not tensor.is_nested
+
+
 @functools.cache
-def _is_composite(func: Any) -> bool:
-    name = func.name()
-    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
-    own = any(has_kernel(name, key) for key in ("CPU", "CUDA"))
-    return bool(has_kernel(name, "CompositeImplicitAutograd")) and not own
+def _is_taken_apart(func: Any) -> bool:
+    name, has_kernel = func.name(), _C._dispatch_has_kernel_for_dispatch_key
+    if name.partition(".")[0].removeprefix("aten::") not in _TAKEN_APART:
+        return False
+    return bool(has_kernel(name, "CompositeImplicitAutograd")) and not has_kernel(name, "CPU")
 
 
 # A context manager that shows a span in a running profiler.  ``torch.profiler.record_function`` would do
@@ -148,8 +228,10 @@ def _readers(device_type: str) -> list[Callable[[], Any]]:
         ]  # fmt: skip
     names += ["_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"]
     names += ["_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_mkldnn_enabled"]
+    names += ["_get_math_sdp_allow_fp16_bf16_reduction"]
     readers: list[Callable[[], Any]] = [getattr(_C, name) for name in names if hasattr(_C, name)]
     readers.append(torch.backends.mha.get_fastpath_enabled)
+    readers.append(_einsum_path)
     if hasattr(_C, "_get_sdp_priority_order"):
         readers.append(_sdp_priority_order)
     getter = getattr(_C, "_get_fp32_precision_getter", None)
@@ -161,6 +243,11 @@ def _readers(device_type: str) -> list[Callable[[], Any]]:
         for operation in ("matmul", "conv", "rnn"):
             readers.append(lambda operation=operation: getter(backend, operation))  # type: ignore[misc]
     return readers
+
+
+def _einsum_path() -> tuple[Any, ...]:
+    """Whether and how ``einsum`` looks for an order of its products."""
+    return torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
 
 
 def _sdp_priority_order() -> tuple[int, ...]:
@@ -278,3 +365,5 @@ class ThreadPatch:
 # transformers asks whether its stream is capturing, and takes another path then, which differs from
 # eager in the last bits; a graph has to be the eager path, so its capture is hidden from the model.
 hide_capture = ThreadPatch(torch.cuda, {"is_current_stream_capturing": lambda original: functools.partial(bool, False)})
+
+_autocast_switch = ThreadPatch(torch, {"set_autocast_enabled": _noted})

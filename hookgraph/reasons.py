@@ -117,6 +117,10 @@ class FallbackReason(StrEnum):
         "collective", "the forward talks to other processes",
         "attach to submodules without collectives",
     )  # fmt: skip
+    HIGHER_ORDER = (
+        "higher_order", "the forward uses a higher-order operator (cond, while_loop, flex_attention), inside which nothing can be watched",
+        "compile the part that uses it, which the cuda backend can capture, or attach to the parts around it",
+    )  # fmt: skip
     OUTPUT_KIND = (
         "output_kind", "the output holds something that cannot be rebuilt after a replay",
         "return tensors, numbers and containers of these",

@@ -319,6 +319,7 @@ class Runner:
             if blocker is None:
                 state, weights = ModuleState(module, tensors=True), guards.Guards(module, [], "weights")
                 drawn, compiled = random_positions(), compiled_part(module) is not None
+                generator = graphs.RandomState(call.device)
                 audit = Audit(call.device, call.storages(), guards.own_tensors(module), compiled)
         except Exception as error:
             return self._block(entry, self._own_fault(error), forward, args, kwargs)
@@ -338,6 +339,9 @@ class Runner:
             change = state.difference() or weights.difference() or audit.findings.kept
             if change is None and random_positions() != drawn:
                 change = "random numbers of Python or numpy are drawn"
+            found = audit.findings
+            if change is None and found.custom and not found.draws_random_numbers and generator.moved():
+                change = "an operator draws random numbers without the tag that says so"
             del state, weights  # they hold tensors, and who does is asked next
             change = guards.beside_hooks(module, change)
             blocker = self._judge(module, entry, audit.findings, call, change).blocker
@@ -363,6 +367,7 @@ class Runner:
             verdict = policy.judge_warmup(self._ledger.situation(entry), change, copies, before, seen)
             known = [side for other in self._ledger.entries() for side in other.sides()]
             places = guards.locate(module, findings, call.device, known) if verdict.blocker is None else []
+            findings.views.clear()  # even a weak reference to a parameter would forbid torch.utils.swap_tensors
             entry.warmed_up(findings, guards.Guards(module, [], self.options.guards), places, verdict.steady)
             if verdict.blocker is not None:
                 self._set_blocked(entry, verdict.blocker)

@@ -20,6 +20,7 @@ from torch import nn
 
 from hookgraph import ahead, containers, proof
 from hookgraph.attach import Attachment, attach, is_attached
+from hookgraph.audit import told
 from hookgraph.errors import HookgraphError
 from hookgraph.results import Rebuilt
 from hookgraph.soak_report import SoakReport
@@ -78,6 +79,7 @@ def run(
             f"soak: {len(pairs)} calls, {seconds} seconds, {threads} threads, comparing one of {compare_every}, "
             "leave nothing to do"
         )
+    _check_calls(module, pairs)
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     soak = _Soak(module, pairs, {"max_graphs": max(4, len(pairs))} | options, compare_every)
     try:
@@ -86,6 +88,17 @@ def run(
         soak.end()
         module.load_state_dict(before)
     return soak.report(seconds, threads)
+
+
+def _check_calls(module: nn.Module, pairs: list[ahead.Arguments]) -> None:
+    plain = copy.deepcopy(module)
+    for pair in pairs:
+        args, kwargs = ahead.copy_of(pair)
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                plain(*args, **kwargs)
+        except Exception as error:
+            raise HookgraphError(f"soak: the module itself raises {told(error)}") from error
 
 
 @dataclass(slots=True)
@@ -215,10 +228,9 @@ class _Soak:
 
     def _call(self, tally: _Tally, rng: random.Random) -> None:
         pair = _varied(rng.choice(self._pairs), 0.5 + rng.random())
-        tally.calls += 1
-        if rng.random() < 1 / _EVENT_EVERY:
-            self._fail(tally, pair)
+        if rng.random() < 1 / _EVENT_EVERY and self._fail(tally, pair):
             return
+        tally.calls += 1
         compares = tally.calls % self._every == 0
         mine, theirs = (ahead.copy_of(pair), ahead.copy_of(pair)) if compares else (pair, None)
         output = self._module(*mine[0], **mine[1])
@@ -240,19 +252,19 @@ class _Soak:
         tally.mismatches += 1
         tally.note(f"call {tally.calls} of a thread: {difference}")
 
-    def _fail(self, tally: _Tally, pair: ahead.Arguments) -> None:
-        """Give an argument that the forward does not take: what eager raises has to come out."""
-        raised: list[str] = []
-        for forward in (self._twin, self._module):
-            try:
-                forward(*pair[0], **pair[1], hookgraph_soak=None)
-            except Exception as error:
-                raised.append(f"{type(error).__name__}: {error}")
-        if len(raised) == 2 and raised[0] == raised[1]:
+    def _fail(self, tally: _Tally, pair: ahead.Arguments) -> bool:
+        """Give an argument that the forward does not take: what eager raises has to come out; whether it refuses any."""
+        expected = _raised_by(self._twin, pair)
+        if expected is None:
+            return False
+        tally.calls += 1
+        found = _raised_by(self._module, pair)
+        if found == expected:
             tally.failures += 1
         else:
             tally.errors += 1
-            tally.note(f"eager and attached raised {raised}")
+            tally.note(f"eager raises {expected}; attached: {found}")
+        return True
 
     # -- what happens between calls ----------------------------------------------------------------
 
@@ -300,6 +312,15 @@ class _Soak:
             found["allocated on the device"] = torch.cuda.memory_allocated(self._device)
             found["reserved on the device"] = torch.cuda.memory_reserved(self._device)
         return found
+
+
+def _raised_by(module: nn.Module, pair: ahead.Arguments) -> str | None:
+    args, kwargs = ahead.copy_of(pair)
+    try:
+        module(*args, **kwargs, hookgraph_soak=None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _varied(pair: ahead.Arguments, factor: float) -> ahead.Arguments:

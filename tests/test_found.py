@@ -843,3 +843,86 @@ def test_an_attribute_is_also_read_through_a_list_of_a_global() -> None:
             steadily(twins, 2)
     finally:
         TABLES.clear()
+
+
+def test_a_view_of_a_table_is_replaced_by_itself() -> None:
+    """Both are globals; what the forward reads is the view."""
+    try:
+        VIEWS["table"] = torch.arange(40.0).reshape(10, 4)
+        VIEWS["current"] = VIEWS["table"][2]
+        with build(lambda m, v: m.linear(v) + VIEWS["current"]) as twins:
+            steadily(twins, 5)
+            assert twins.count("replays") >= 3
+            VIEWS["current"] = VIEWS["table"][3]
+            steadily(twins, 3)
+    finally:
+        VIEWS.clear()
+
+
+VIEWS: dict[str, torch.Tensor] = {}
+
+
+# -- what a dispatch mode changes inside an operator ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Does(lambda m, v: torch.einsum("bi,bj->bij", m.linear(v), v)),
+        lambda: Does(lambda m, v: torch.einsum("bi,bj->ij", v, v)),
+        lambda: Does(lambda m, v: torch.tensordot(v, v, dims=([0], [0]))),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        lambda: nn.GRU(4, 4),
+    ],
+    ids=["einsum", "einsum_of_one", "tensordot", "transformer_layer", "gru"],
+)
+def test_autocast_acts_inside_an_operator(make: Callable[[], nn.Module], mode: Any) -> None:
+    with mode(), torch.autocast("cpu", torch.bfloat16), Twins.build(lambda: nn.Sequential(make())) as twins:
+        steadily(twins, 5)
+    with mode(), torch.autocast("cpu", torch.bfloat16), Twins.build(lambda: nn.Sequential(make())) as twins:
+        steadily(twins, 5, lambda: (x(2, 3, 4)[0],))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_that_the_forward_leaves_acts_no_more(mode: Any) -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.einsum("bi,bj->ij", v, v)
+
+    with mode(), torch.autocast("cpu", torch.bfloat16), build(forward) as twins:
+        steadily(twins, 5)
+        assert twins.count("replays") >= 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_gru_to_the_last_bit(mode: Any) -> None:
+    """What its matmul is made of depends on flags of views, which a dispatch mode changes."""
+    with mode(), Twins.build(lambda: nn.GRU(8, 16, batch_first=True)) as twins:
+        steadily(twins, 5, lambda: (x(4, 10, 8),))
+        assert twins.count("replays") >= 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_inside_the_forward(layout: torch.layout, mode: Any) -> None:
+    def forward(m: Any, v: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor([v[:1], v], layout=layout)
+        return torch.nested.to_padded_tensor(m.linear(nested), 0.0)
+
+    with mode(), build(forward) as twins:
+        steadily(twins, 4)
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+@torch.library.custom_op("hookgraph_tests::noise", mutates_args=())
+def noise(v: torch.Tensor) -> torch.Tensor:
+    return v + torch.randn_like(v)
+
+
+def test_an_operator_that_draws_and_does_not_say_so() -> None:
+    with build(lambda m, v: noise(m.linear(v))) as twins:
+        steadily(twins, 6)
+        assert twins.count("replays") == 0
+        assert twins.outcomes[-1] == "eager:changes_state"

@@ -245,6 +245,10 @@ def collective() -> hookgraph.Attachment:
         dist.destroy_process_group()
 
 
+def higher_order() -> hookgraph.Attachment:
+    return does(lambda m, x: torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y - 1, (m.linear(x),)), X)
+
+
 def foreign_hook() -> hookgraph.Attachment:
     hooks = pytest.importorskip("diffusers.hooks", reason="an environment with diffusers would run it")
     module = mlp()
@@ -289,6 +293,7 @@ PROVOKED: dict[str, tuple[Callable[[], hookgraph.Attachment], str]] = {
     "side_tensor": (side_tensor, "test_reasons_provoked.py:"),
     "generator": (generator, "test_reasons_provoked.py:"),
     "collective": (collective, "test_reasons_provoked.py:"),
+    "higher_order": (higher_order, "cond"),
     "output_kind": (lambda: does(lambda m, x: (m.linear(x), object()), X, calls=2), "object"),
     "child_hooks": (child_hooks, "0 has"),
     "foreign_hook": (foreign_hook, "layerwise casting by diffusers on 0"),

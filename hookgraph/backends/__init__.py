@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hookgraph.private_torch import autocast_weights_uncached
+from hookgraph.private_torch import autocast_noted, autocast_weights_uncached
 from hookgraph.reasons import Fallback
 
 
@@ -154,7 +154,7 @@ def capture_surroundings() -> Iterator[None]:
 
     Restores: the garbage collector and the autocast cache as they were found.
     """
-    with _capturing, autocast_weights_uncached():
+    with _capturing, autocast_weights_uncached(), autocast_noted():
         collecting = gc.isenabled()
         try:  # a KeyboardInterrupt may come right after the next line
             gc.disable()

@@ -25,7 +25,7 @@ from hookgraph.audit import source_line, told
 from hookgraph.backends import Graph, capture_surroundings
 from hookgraph.errors import CaptureError
 from hookgraph.operators import draws, reads_back, tensors, written_tensors
-from hookgraph.private_torch import compiled_part, parts_seen_by, storage_key
+from hookgraph.private_torch import casts_inside, compiled_part, parts_seen_by, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _CPU = torch.device("cpu")
@@ -294,6 +294,8 @@ class _Recorder(TorchDispatchMode):
         self._tape = tape
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Leave compiled code alone.
@@ -310,9 +312,15 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = parts_seen_by(self, func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"{func.name()} is a higher-order operator, which the warm-up did not see")
+        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
         if out is not NotImplemented:
             return out
+        if casts_inside(func):
+            raise CaptureError(
+                f"{source_line()}: autocast is at work inside {func._schema.name}, where the tape cannot look"
+            )
         if reads_back(func, args, kwargs, _CPU):
             raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
         given = {storage_key(tensor) for tensor in tensors(args, kwargs)}

@@ -152,7 +152,10 @@ def soak_parts(report: SoakReport) -> list[RenderableType]:
         memory.add_column(name, justify="left" if name == "of" else "right")
     for name, (before, after) in report.memory.items():
         memory.add_row(name, format_mib(before), format_mib(after))
+    replays = report.outcomes["replays"]
+    reasons = ", ".join(report.reasons) or "no call repeats"
     words = "as in eager, all of it" if report.passed else "WRONG; report it"
+    words += "" if replays else f", but nothing was replayed: {reasons}; ask the doctor"
     words += "" if report.balanced else "; the counts do not add up"
     head = f"{report.device_name}, {report.seconds:g} s, {plural(report.threads, 'thread')}: {words}"
     return [table, memory, Text("\n".join([head, *report.examples]))]
