@@ -12,9 +12,9 @@ import itertools
 import sys
 import types
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from hookgraph.private_torch import storage_key, tensors_alike
 from hookgraph.reasons import Fallback, FallbackReason
 from hookgraph.state import ModuleState, attribute_tensors, looks
 
-_DEEPEST_HOLDER = 2  # a tuple in the dict of a cache
+_DEEPEST_HOLDER = 3  # between a tensor and a global: a list in the dict of an object
+_MOST_HOLDERS = 2_000  # in one step; what so much refers to is found some other way, or not at all
 _LOOKS = attrgetter("shape", "dtype", "requires_grad")
 _VALUES = methodcaller("values")
 _HOLDERS = attrgetter("_parameters", "_buffers", "_modules")
@@ -398,28 +399,27 @@ def _holders(
     attributes: dict[int, list[_Place]] = {id(tensor): [] for tensor in tensors}
     passed_over = passed_over | {id(tensors)}
     things: list[Any] = list(tensors)
-    ways: list[tuple[int, tuple[Any, ...]]] = [(id(tensor), ()) for tensor in tensors]  # and the keys from there
+    ways: list[tuple[int, tuple[_Step, ...]]] = [(id(tensor), ()) for tensor in tensors]  # and the steps from there
     for depth in range(_DEEPEST_HOLDER + 1):
         referrers = _referrers(things)
         closures = _closures([r for some in referrers.values() for r in some if isinstance(r, types.CellType)])
         containers: list[Any] = []
-        onwards: list[tuple[int, tuple[Any, ...]]] = []
-        for thing, (tensor, keys) in zip(things, ways, strict=True):
+        onwards: list[tuple[int, tuple[_Step, ...]]] = []
+        for thing, (tensor, steps) in zip(things, ways, strict=True):
             for referrer in referrers[id(thing)]:
                 place = _place(referrer, thing, closures)
                 if place is not None:
-                    found[tensor].append((place[0], _further(place[1], keys)))
+                    found[tensor].append((place[0], _further(place[1], steps)))
                     continue
-                if type(referrer) not in (list, tuple, dict) or id(referrer) in passed_over or referrer is things:
+                step = _step_from(referrer, thing) if id(referrer) not in passed_over | {id(things)} else None
+                if step is None:
                     continue
-                key = _key_of(referrer, thing)
-                if key is None:
-                    continue
-                if not depth and type(key) is str:
+                key = _key_of(referrer, thing) if not depth and isinstance(referrer, dict) else None
+                if type(key) is str:
                     attributes[tensor].append((f"an attribute {key}", functools.partial(referrer.get, key)))
                 containers.append(referrer)
-                onwards.append((tensor, (key, *keys)))
-        things, ways = containers, onwards
+                onwards.append((tensor, (step, *steps)))
+        things, ways = containers[:_MOST_HOLDERS], onwards[:_MOST_HOLDERS]
     return found, attributes
 
 
@@ -457,8 +457,29 @@ def _place(referrer: Any, thing: Any, closures: set[int]) -> _Place | None:
     return None
 
 
-def _further(holder: Callable[[], Any] | None, keys: tuple[Any, ...]) -> Callable[[], Any] | None:
-    return holder if holder is None or not keys else functools.partial(_item_of, holder, keys)
+_Step = Callable[[Any], Any]  # from what holds a thing to the thing
+_NO_HOLDERS = (
+    type, types.ModuleType, types.FunctionType, types.MethodType, types.FrameType, types.CellType, types.GeneratorType,
+    types.CoroutineType, types.TracebackType,
+)  # fmt: skip
+
+
+def _step_from(holder: Any, wanted: Any) -> _Step | None:
+    """How to get from a container or an object to what it holds; None from what is neither, or is ours."""
+    if isinstance(holder, (dict, list, tuple, deque)):
+        key = _key_of(holder, wanted)
+        return itemgetter(key) if key is not None else None
+    if isinstance(holder, _NO_HOLDERS) or type(holder).__module__.partition(".")[0] == "hookgraph":
+        return None
+    space = getattr(holder, "__dict__", None)
+    if space is wanted:
+        return vars
+    name = _key_of(space, wanted) if type(space) is dict else None
+    return attrgetter(name) if name is not None else None
+
+
+def _further(holder: Callable[[], Any] | None, steps: tuple[_Step, ...]) -> Callable[[], Any] | None:
+    return holder if holder is None or not steps else functools.partial(_follow, holder, steps)
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
@@ -466,10 +487,10 @@ def _is_namespace(holder: dict[Any, Any]) -> bool:
     return "__name__" in holder or "__module__" in holder
 
 
-def _item_of(holder: Callable[[], Any], keys: tuple[Any, ...]) -> Any:
+def _follow(holder: Callable[[], Any], steps: tuple[_Step, ...]) -> Any:
     thing = holder()
-    for key in keys:
-        thing = thing[key]
+    for step in steps:
+        thing = step(thing)
     return thing
 
 

@@ -53,6 +53,7 @@ class ModuleState:
         self._tensors = tensors
         self._seen: set[int] = set()
         self._cells: list[Any] = []
+        self._looked_into = 0  # values that hang on the modules
         members = list(module.named_modules())
         self._members = {id(child) for _, child in members}
         for name, child in members:
@@ -93,6 +94,10 @@ class ModuleState:
         state = vars(child)
         where = f"{name}." if name else ""
         self._add_cell(state, where, [key for key in state if key not in _STANDARD], depth=0)
+        for own in (child._parameters, child._buffers):
+            for key, tensor in own.items():  # quantised weights carry their scale as an attribute
+                if tensor is not None and vars(tensor):
+                    self._add_cell(vars(tensor), f"{where}{key}.", list(vars(tensor)), depth=1)
         if self._tensors:
             for holder in (child._buffers, child._parameters, child._modules):
                 self._cells.append(_Cell(holder, where, list(holder), True))
@@ -107,8 +112,9 @@ class ModuleState:
             return
         if id(value) in self._members:
             return
-        if len(self._cells) > _MOST_CELLS:
+        if self._looked_into > _MOST_CELLS:
             return
+        self._looked_into += 1
         self._seen.add(id(value))
         if isinstance(value, dict):
             small = list(value) if len(value) <= _LARGEST_CONTAINER else []

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -926,3 +926,29 @@ def test_an_operator_that_draws_and_does_not_say_so() -> None:
         steadily(twins, 6)
         assert twins.count("replays") == 0
         assert twins.outcomes[-1] == "eager:changes_state"
+
+
+class Config:
+    table: torch.Tensor
+
+
+CONFIG, ORDERED, LAST = Config(), OrderedDict[str, torch.Tensor](), deque[torch.Tensor](maxlen=1)
+SHARED = torch.ones(4)  # a global, which is found in any case
+
+
+@pytest.mark.parametrize(
+    ("put", "get"),
+    [
+        (lambda t: setattr(CONFIG, "table", t), lambda: CONFIG.table),
+        (lambda t: ORDERED.__setitem__("t", t), lambda: ORDERED["t"]),
+        (LAST.append, lambda: LAST[-1]),
+    ],
+    ids=["object", "ordered_dict", "deque"],
+)
+def test_a_global_tensor_is_read_by_another_way(put: Callable[[torch.Tensor], Any], get: Callable[[], Any]) -> None:
+    put(SHARED)
+    with build(lambda m, v: m.linear(v) + get()) as twins:
+        steadily(twins, 5)
+        assert twins.count("replays") >= 3
+        put(torch.full((4,), 5.0))
+        steadily(twins, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +102,57 @@ def test_values_from_outside_are_fixed_until_invalidated(
         for step in range(4):
             module(X + step)
         assert _agrees(module, handle)
+
+
+class Scale:
+    scale = 1.0
+
+
+def _event() -> tuple[Any, Callable[[Any], float], Callable[[Any], Any]]:
+    return threading.Event(), lambda event: 2.0 if event.is_set() else 1.0, lambda event: event.set()
+
+
+def _long_list() -> tuple[Any, Callable[[Any], float], Callable[[Any], Any]]:
+    return [1.0] * 5000, lambda values: values[7], lambda values: values.__setitem__(7, 3.0)
+
+
+def _weak() -> tuple[Any, Callable[[Any], float], Callable[[Any], Any]]:
+    kept = Scale()
+    return weakref.ref(kept), lambda ref: kept.scale if ref() is kept else 0.0, lambda ref: setattr(ref(), "scale", 3.0)
+
+
+def _function() -> tuple[Any, Callable[[Any], float], Callable[[Any], Any]]:
+    def act() -> float:
+        return float(act.scale)  # type: ignore[attr-defined]
+
+    act.scale = 1.0  # type: ignore[attr-defined]
+    return act, lambda function: function(), lambda function: setattr(function, "scale", 3.0)
+
+
+@pytest.mark.parametrize("make", [_event, _long_list, _weak, _function])
+def test_state_that_is_not_looked_at(make: Callable[[], Any]) -> None:
+    state, read, change = make()
+    module = Does(lambda m, x: m.linear(x) * read(m.state[0]))
+    module.state = (state,)
+    handle = _trusted(module)
+    assert _agrees(module, handle)
+    change(state)
+    assert not _agrees(module, handle)
+    handle.invalidate("told by the user")
+    for step in range(4):
+        module(X + step)
+    assert _agrees(module, handle)
+
+
+def test_an_attribute_of_a_weight_is_looked_at() -> None:
+    """Quantised weights carry their scale so."""
+    module = Does(lambda m, x: m.linear(x) * m.linear.weight.scale)
+    module.linear.weight.scale = 1.0
+    handle = _trusted(module)
+    assert _agrees(module, handle)
+    module.linear.weight.scale = 3.0
+    assert torch.equal(module(X), module.linear(X) * 3.0)
+    assert handle.stats.modules[0].invalidations == 1
 
 
 def test_a_forward_put_on_a_submodule_is_noticed(no_residue: Watch) -> None:
