@@ -29,7 +29,8 @@ def measure(
         calls: Each ``(args, kwargs)``, or a dict of keyword arguments.
         rounds: Passes through all calls for each variant, after the warm-up.
         compiled: Also time ``torch.compile(backend=compiled)`` of a copy that shares the weights.
-        options: As for ``attach``.
+        options: As for ``attach``; ``max_graphs`` is the number of calls, at least 4, if you give none, so that each
+            is timed as it runs once it is captured.
 
     Raises:
         HookgraphError: The module is attached already, or a call has another form.

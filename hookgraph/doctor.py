@@ -247,6 +247,8 @@ def _conclude(
         targets=targets, changes=compared.changes, options=options | {"max_graphs": max(most, needed or 0)},
         single_layers=any(map(_is_single_layer, model.modules())), grows=compared.grows,
     )  # fmt: skip
+    if whole.reasons.keys() == {FallbackReason.TRAINING.value}:  # nothing else was seen yet
+        advice = "call model.eval(), and ask again"
     named = functools.partial(_with_names, _positional_names(model))
     return Diagnosis(
         model=type(model).__name__, targets=targets, advice=named(advice),

@@ -246,6 +246,7 @@ class Stats(Shown):
             )
         try:
             fields = {key: value for key, value in data.items() if key != "schema"}
+            _check_counts(fields)
             return cls(**fields | {"modules": tuple(map(_module_from_dict, fields["modules"]))})
         except (KeyError, TypeError) as error:
             raise HookgraphError(f"stats: not what to_dict() gives for schema {STATS_SCHEMA}: {error}") from error
@@ -298,6 +299,15 @@ def _holdings(signatures: Iterable[SignatureStats], size: int) -> str:
 def plural(count: int, noun: str) -> str:
     """``1 call``, ``2 calls``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _check_counts(data: Mapping[str, Any]) -> None:
+    """Raise TypeError for a count that is no whole number, in stats or in what they hold."""
+    for name in ("calls", *_OUTCOMES, "bytes"):
+        if name in data and type(data[name]) is not int:
+            raise TypeError(f"{name} is {data[name]!r}, not a whole number")
+    for inner in (*data.get("modules", ()), *data.get("signatures", ())):
+        _check_counts(inner)
 
 
 def _module_to_dict(module: ModuleStats) -> dict[str, Any]:

@@ -162,6 +162,10 @@ def test_the_command_gives_json_and_a_plot(capsys: pytest.CaptureFixture[str], t
     assert plot.read_text().startswith("<?xml")
 
 
+def failing() -> tuple[nn.Module, list[Any]]:
+    return mlp(), [((torch.ones(2, 5),), {})]
+
+
 def nothing() -> tuple[nn.Module, list[Any]]:
     return mlp(), []
 
@@ -171,6 +175,8 @@ def nothing() -> tuple[nn.Module, list[Any]]:
     [
         (["--module", "tests.test_bench:nothing"], "0 calls in 20 rounds"),
         (["--module", "tests.test_bench:absent"], "has no 'absent'"),
+        (["--module", "tests.test_bench:failing"], "a call raises RuntimeError: mat1 and mat2 shapes"),
+        (["--module", "tests.test_bench:small", "--rounds", "1", "--compile", "nosuch"], "nosuch"),
         (["--module", "tests.test_bench:small", "--rounds", "1", "--plot", "no/such/folder/x.png"], "no/such/folder"),
     ],
 )

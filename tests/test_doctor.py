@@ -862,3 +862,10 @@ def test_a_finding_is_data() -> None:
 
 def test_dropout_in_eval_mode_is_no_finding() -> None:
     assert hookgraph.diagnose(Drops().eval(), ONE).can_capture_whole
+
+
+def test_in_train_mode_the_advice_is_eval() -> None:
+    model = mlp().train()
+    found = hookgraph.diagnose(model, [((torch.ones(2, 4),), {})])
+    assert found.advice == "call model.eval(), and ask again"
+    assert [finding.reason.value for finding in found.findings] == ["training"]

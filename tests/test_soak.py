@@ -108,3 +108,29 @@ def test_bad_minutes_are_named(minutes: str, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli.main(["soak", "--minutes", minutes])
     assert f"{minutes!r} is not a positive number of minutes" in capsys.readouterr().err
+
+
+class TakesAnything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_a_forward_that_refuses_nothing_is_not_made_to_fail(eventful: None) -> None:
+    report = soak.run(TakesAnything().eval(), CALLS, seconds=0.5, threads=2)
+    assert report.passed, report.examples
+    assert report.failures == 0
+
+
+def test_calls_that_fail_by_themselves_are_the_caller_s_mistake() -> None:
+    with pytest.raises(hookgraph.HookgraphError, match="the module itself raises RuntimeError: mat1 and mat2"):
+        soak.run(mlp(), [((torch.ones(2, 5),), {})], seconds=0.1)
+
+
+def test_a_soak_without_a_replay_says_so() -> None:
+    module = Does(lambda m, x: m.linear(x) * x.sum().item())
+    report = soak.run(module, CALLS, seconds=0.3, threads=1)
+    assert "nothing was replayed: read_back; ask the doctor" in str(report)

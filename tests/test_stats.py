@@ -136,6 +136,7 @@ def test_fields_of_the_schema() -> None:
     [
         pytest.param({"schema": 4}, r"cannot read schema 4, this version reads 3", id="a later schema"),
         pytest.param({"schema": None}, r"cannot read schema None", id="no schema"),
+        pytest.param({"calls": "many"}, r"calls is 'many', not a whole number", id="a word for a count"),
         pytest.param({"speed": 1}, r"not what to_dict\(\) gives.*speed", id="an unknown field"),
         pytest.param({"modules": [{"name": "x"}]}, r"not what to_dict\(\) gives.*signatures", id="a module cut short"),
     ],

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hookgraph import bench
+from hookgraph import bench, tables
+from hookgraph.audit import told
 from hookgraph.cli import factories
 from hookgraph.cli.errors import CommandError
 from hookgraph.errors import HookgraphError
@@ -46,9 +47,14 @@ def run(options: argparse.Namespace) -> int:
             result = bench.measure(module, calls, rounds=options.rounds, compiled=options.compile)
         except (HookgraphError, ValueError) as error:
             raise CommandError(str(error)) from error
+        except Exception as error:  # of the module, or of the compiler
+            raise CommandError(f"a call raises {told(error)}") from error
         if options.plot is not None:
             _draw(result, options.plot)
-    print(json.dumps(result.to_dict()) if options.json else result)
+    if options.json:
+        print(json.dumps(result.to_dict()))
+    else:
+        tables.show(result)
     return 0 if result.agrees else 1
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 
+from hookgraph import tables
 from hookgraph.cli import factories
 from hookgraph.cli.errors import CommandError
 from hookgraph.doctor import diagnose
@@ -49,5 +50,8 @@ def run(options: argparse.Namespace) -> int:
             )
         except HookgraphError as error:
             raise CommandError(str(error)) from error
-    print(json.dumps(diagnosis.to_dict()) if options.json else diagnosis)
+    if options.json:
+        print(json.dumps(diagnosis.to_dict()))
+    else:
+        tables.show(diagnosis)
     return 0 if diagnosis.can_capture else 1

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from hookgraph import soak
+from hookgraph import soak, tables
 from hookgraph.cli import factories
 from hookgraph.cli.errors import CommandError
 from hookgraph.errors import HookgraphError
@@ -45,7 +45,10 @@ def run(options: argparse.Namespace) -> int:
             )  # fmt: skip
         except (HookgraphError, ValueError) as error:
             raise CommandError(str(error)) from error
-    print(json.dumps(report.to_dict()) if options.json else report)
+    if options.json:
+        print(json.dumps(report.to_dict()))
+    else:
+        tables.show(report)
     return 0 if report.passed else 1
 
 
