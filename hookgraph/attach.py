@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -292,6 +293,7 @@ def attach(
     child_hooks: str = "refuse",
     on_fallback: str = "ignore",
     backend: str = "auto",
+    calls: Sequence[Any] | None = None,
 ) -> Attachment:
     """Give a module CUDA-graph speed at inference, without touching its source.
 
@@ -302,7 +304,7 @@ def attach(
         model: Any module, in place on its device.
         targets: Which of its submodules get graphs: None is ``model`` itself; a dotted name, a
             glob over names, a compiled regex (searched in names), a class, a function of name and
-            module, a submodule, or a list of these.
+            module, a submodule, or a list of these; ``"auto"`` is what ``diagnose`` finds with ``calls``.
         max_graphs: Signatures retained for each target; further ones run eager.
         max_batch_size: Larger batches run eager.  The batch size is dimension 0 of the first
             floating-point tensor argument.
@@ -326,6 +328,7 @@ def attach(
         on_fallback: ``"ignore"`` counts, ``"warn"`` also warns once for each reason, ``"raise"``
             raises ``FallbackError`` instead of running eager.
         backend: ``"cuda"``, ``"tape"`` (the CPU rehearsal), or ``"auto"`` by the module's device.
+        calls: Calls as your loop makes them, such as ``record_calls`` gives; for ``targets="auto"`` alone.
 
     Returns:
         The handle; attaching again with the same options returns the same one.
@@ -352,6 +355,8 @@ def attach(
         max_graphs, max_batch_size, max_bytes, min_speedup, warmup, verify, verify_every, guards, outputs, child_hooks, on_fallback,
         backend, (read_only,) if isinstance(read_only, str) else tuple(read_only),
     )  # fmt: skip
+    if calls is not None:
+        targets = _targets_for(model, targets, calls, options)
     chosen = select(model, targets)
     if backend == "cuda" and not torch.cuda.is_available():
         raise AttachError("backend='cuda': this PyTorch sees no CUDA device; backend='tape' rehearses on the CPU")
@@ -367,6 +372,18 @@ def attach(
         for module in chosen.values():
             _attached[module] = handle
     return handle
+
+
+def _targets_for(model: nn.Module, targets: Any, calls: Sequence[Any], options: Options) -> tuple[str, ...]:
+    """What a doctor would attach to."""
+    from hookgraph.doctor import diagnose  # it attaches itself, to rehearse
+
+    if not isinstance(targets, str) or targets != "auto":
+        raise AttachError(f"calls are for targets='auto' alone, not for targets={targets!r}")
+    found = diagnose(model, calls, **{spec.name: getattr(options, spec.name) for spec in fields(options)})
+    if not found.targets:
+        raise AttachError(f"targets='auto': {found.advice}")
+    return found.targets
 
 
 def _warn_of_compiled(chosen: dict[str, nn.Module]) -> None:

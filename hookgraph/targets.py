@@ -47,8 +47,8 @@ def _matches(model: nn.Module, named: dict[str, nn.Module], target: Any) -> dict
     found = {name: module for name, module in named.items() if _is_match(model, target, name, module)}
     if not found and target == "auto":
         raise AttachError(
-            "targets='auto': what can be captured is known from calls. Use "
-            "attach(model, hookgraph.diagnose(model, calls).targets), with the calls that your loop makes"
+            "targets='auto': what can be captured is known from calls. Give them, "
+            "attach(model, 'auto', calls=calls), as your loop makes them; hookgraph.record_calls records some"
         )
     if not found:
         raise AttachError(f"targets={target!r} matches no module of {type(model).__name__}{_nearest(named, target)}")

@@ -191,11 +191,43 @@ def test_what_is_not_compared_is_not_timed() -> None:
 
 
 def test_targets_are_not_guessed_without_calls() -> None:
-    with pytest.raises(hookgraph.AttachError, match=r"attach\(model, hookgraph.diagnose\(model, calls\).targets\)"):
+    with pytest.raises(hookgraph.AttachError, match=r"attach\(model, 'auto', calls=calls\)"):
         hookgraph.attach(mlp(), "auto")
     named = nn.ModuleDict({"auto": mlp()})
     with hookgraph.attach(named, "auto") as handle:
         assert [module.name for module in handle.stats.modules] == ["auto"]
+
+
+class Split(nn.Module):
+    """Reads a value back between two parts that can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = mlp(), mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        return self.after(h) if h.sum().item() < 1e9 else h
+
+
+def test_targets_are_found_from_calls() -> None:
+    calls = [((torch.ones(2, 4),), {})]
+    with torch.no_grad(), Twins.build(Split, targets="auto", calls=calls, max_graphs=2) as twins:
+        assert [module.name for module in twins.handle.stats.modules] == ["before", "after"]
+        for _ in range(5):
+            twins(torch.randn(2, 4))
+        assert twins.handle.stats.replays == 6
+    with hookgraph.attach(mlp(), "auto", calls=calls) as handle:
+        assert [module.name for module in handle.stats.modules] == [""]
+
+
+def test_calls_without_auto_and_auto_without_a_way() -> None:
+    with pytest.raises(hookgraph.AttachError, match="calls are for targets='auto' alone, not for targets=None"):
+        hookgraph.attach(mlp(), calls=[((torch.ones(2, 4),), {})])
+    reads = Does(lambda m, x: m.linear(x) * x.sum().item())
+    with pytest.raises(hookgraph.AttachError, match=r"targets='auto': .*only single layers are left"):
+        hookgraph.attach(reads, "auto", calls=[((torch.ones(2, 4),), {})])
+    assert not hookgraph.is_attached(reads)
 
 
 def test_an_unknown_option_is_python_s_own_error() -> None:

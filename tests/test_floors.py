@@ -107,6 +107,7 @@ def test_imports_go_down_only(name: str) -> None:
 # Imported by a function when it runs, upwards; each with its reason.
 UPWARDS = {
     ("stats.py", "tables/__init__.py"),  # rich is loaded when something is shown, and a table knows what it shows
+    ("attach.py", "doctor.py"),  # targets="auto" asks the doctor, who attaches to rehearse
     ("backends/__init__.py", "backends/cuda.py"),  # a machine without CUDA never loads it
     ("backends/__init__.py", "backends/tape.py"),
 }
