@@ -952,3 +952,18 @@ def test_a_global_tensor_is_read_by_another_way(put: Callable[[torch.Tensor], An
         assert twins.count("replays") >= 3
         put(torch.full((4,), 5.0))
         steadily(twins, 3)
+
+
+@pytest.mark.parametrize(
+    "function", [torch.linalg.svdvals, torch.linalg.eigvalsh, lambda v: torch.linalg.matrix_norm(v, 2)]
+)
+def test_what_takes_another_algorithm_while_it_is_watched(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Not by twins: the one watched call has the other algorithm's last bits, and no later one."""
+    module = Does(lambda m, v: function(v @ v.mT))
+    plain = copy.deepcopy(module)
+    with hookgraph.attach(module) as handle:
+        module(x(6, 6))
+        for _ in range(6):
+            v = x(6, 6)
+            assert torch.equal(module(v), plain(v))
+        assert handle.stats.reasons == {"capture_failed": 6}

@@ -86,6 +86,10 @@ class TapeBackend:
         return tape, output
 
 
+# Of these, PyTorch wants the vectors as well where a dispatch mode is active, which is another algorithm on the CPU:
+# ``svdvals`` and what is made of it would be repeated with other last bits than eager has.
+_OTHERWISE_WATCHED = {"aten::_linalg_svd", "aten::_linalg_eigh"}
+
 # They change how a tensor looks at its memory, and move no data.
 _REPOINTS = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"}
 _RESHAPES_IN_PLACE = _REPOINTS | {
@@ -321,6 +325,8 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(
                 f"{source_line()}: autocast is at work inside {func._schema.name}, where the tape cannot look"
             )
+        if func._schema.name in _OTHERWISE_WATCHED:
+            raise CaptureError(f"{source_line()}: {func._schema.name} takes another algorithm while it is watched")
         if reads_back(func, args, kwargs, _CPU):
             raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
         given = {storage_key(tensor) for tensor in tensors(args, kwargs)}
