@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from hookgraph import containers, tree
+from hookgraph.audit import told
 from hookgraph.errors import HookgraphError
 from hookgraph.inputs import replica
+from hookgraph.state import ModuleState
 from hookgraph.words import with_article
 
 MOST_RUNS = 8  # of one call: warm-ups, the capture and its proofs need four as a rule
@@ -112,3 +114,42 @@ def random_numbers_kept(model: nn.Module) -> Iterator[None]:
     devices = {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):
         yield
+
+
+@contextmanager
+def as_found(model: nn.Module) -> Iterator[None]:
+    """Put back what calls do to a model.
+
+    Restores: its plain Python state, its buffers and their values, and the random generators.
+    """
+    state = ModuleState(model, tensors=True)
+    holders = [(child._buffers, dict(child._buffers)) for child in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with random_numbers_kept(model):
+            yield
+    finally:
+        if state.difference() is not None:
+            state.restore()
+        for holder, before in holders:
+            holder.update(before)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+
+
+def check(model: nn.Module, calls: Iterable[Arguments]) -> None:
+    """Make each call once, plain.
+
+    Raises:
+        HookgraphError: One raises; it names the line.
+
+    Restores: as ``as_found``.
+    """
+    for index, call in enumerate(calls):
+        args, kwargs = copy_of(call, model)
+        try:
+            with torch.no_grad(), as_found(model):
+                model(*args, **kwargs)
+        except Exception as error:
+            raise HookgraphError(f"calls[{index}]: the model itself raises {told(error)}") from error

@@ -380,6 +380,8 @@ def _targets_for(model: nn.Module, targets: Any, calls: Sequence[Any], options: 
 
     if not isinstance(targets, str) or targets != "auto":
         raise AttachError(f"calls are for targets='auto' alone, not for targets={targets!r}")
+    if disabled_by_environment():  # nothing will be attached, and nothing can be rehearsed
+        return ("",)
     found = diagnose(model, calls, **{spec.name: getattr(options, spec.name) for spec in fields(options)})
     if not found.targets:
         raise AttachError(f"targets='auto': {found.advice}")

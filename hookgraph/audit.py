@@ -24,17 +24,16 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import containers
 from hookgraph.constants import HostConstants, host_copy, makers
+from hookgraph.dispatch import OperatorMode
 from hookgraph.operators import Operator, about, draws, reads_back, tensors, written_tensors
 from hookgraph.private_torch import (
     ThreadPatch,
     autocast_noted,
     autocast_weights_uncached,
     call_as_outside,
-    parts_seen_by,
     storage_key,
 )
 from hookgraph.reasons import Fallback, FallbackReason
@@ -158,7 +157,7 @@ def watch(audit: Audit) -> Iterator[None]:
         yield
 
 
-class Audit(TorchDispatchMode):
+class Audit(OperatorMode):
     """Watch the operators of one eager forward.
 
     Args:
@@ -182,26 +181,15 @@ class Audit(TorchDispatchMode):
         self._alive: dict[int, StorageWeakRef] = {}
         self._random_on_host = False
 
-    supports_higher_order_operators = True
+    def meet_higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.findings.block(FallbackReason.HIGHER_ORDER, func.name())
+        return func(*args, **kwargs)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled submodules run their compiled code."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            self.findings.block(FallbackReason.HIGHER_ORDER, func.name())
-            return func(*args, **kwargs)
-        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
-        if out is not NotImplemented:
-            return out
+    def meet(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         operator: Operator | None = None
-        given: list[torch.Tensor] = []
         keys: list[int] = []
         try:
-            operator, given = about(func), tensors(args, kwargs)
+            operator = about(func)
             keys = [storage_key(tensor) for tensor in given]
             self._look_before(func, operator, args, kwargs, given, keys)
         except Exception as error:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hookgraph import ahead, containers, proof
 from hookgraph.attach import attach, is_attached
+from hookgraph.audit import said
 from hookgraph.benchmark import Benchmark, Timing
 from hookgraph.errors import HookgraphError
 from hookgraph.results import Rebuilt
@@ -33,7 +34,7 @@ def measure(
             is timed as it runs once it is captured.
 
     Raises:
-        HookgraphError: The module is attached already, or a call has another form.
+        HookgraphError: The module is attached already, a call has another form or raises, or there is no such compiler.
         ValueError: There is no call, or no round.
 
     Restores: the default random generators and the module's buffers.
@@ -50,13 +51,14 @@ def measure(
     pairs = ahead.largest_first(calls)
     if not pairs or rounds < 1:
         raise ValueError(f"measure: {len(pairs)} calls in {rounds} rounds leave nothing to time")
+    ahead.check(module, pairs)
     attached = attach(module, **{"max_graphs": max(4, len(pairs))} | options)
     with torch.no_grad(), ahead.random_numbers_kept(module), _buffers_kept(module), attached as handle:
         device = _device(module, pairs)
         # A copy of an attached module is a plain one; it shares the submodules with their weights.
         variants: dict[str, nn.Module] = {"eager": copy.copy(module), "attached": module}
         if compiled is not None:
-            variants["compiled"] = torch.compile(copy.copy(module), backend=compiled)  # type: ignore[assignment]
+            variants["compiled"] = _compiled(copy.copy(module), compiled)
         handle.warmup(pairs, progress=False)
         parity = {name: _parity(variants["eager"], variant, pairs) for name, variant in variants.items()}
         handle.reset_counters()
@@ -68,6 +70,13 @@ def measure(
         replayed=stats.replays / stats.calls if stats.calls else 0.0, reasons=dict(stats.reasons),
         retained_bytes=stats.bytes,
     )  # fmt: skip
+
+
+def _compiled(module: nn.Module, backend: str) -> nn.Module:
+    try:
+        return torch.compile(module, backend=backend)  # type: ignore[return-value]
+    except RuntimeError as error:  # no such backend
+        raise HookgraphError(f"compiled={backend!r}: {said(error)}") from error
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookgraph.dispatch import OperatorMode
 from hookgraph.errors import CaptureError
-from hookgraph.operators import tensors
-from hookgraph.private_torch import ThreadPatch, call_as_outside, parts_seen_by
+from hookgraph.private_torch import ThreadPatch, call_as_outside
 from hookgraph.proof import same_bits
 
 _COPIES = ("_to_copy", "copy_")
@@ -53,7 +52,7 @@ def host_copy(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.de
     return source, torch.device(target)
 
 
-class Serve(TorchDispatchMode):
+class Serve(OperatorMode):
     """Give a capture the constants that the warm-up recorded.
 
     Raises:
@@ -64,20 +63,7 @@ class Serve(TorchDispatchMode):
         super().__init__()
         self._constants, self._next = constants, 0
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled submodules run their compiled code."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{func.name()} is a higher-order operator, which the warm-up did not see")
-        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
-        if out is not NotImplemented:
-            return out
+    def meet(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         copy = host_copy(func, args, kwargs)
         if copy is None:
             return call_as_outside(func, args, kwargs)

@@ -8,8 +8,7 @@ import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from hookgraph import ahead
 from hookgraph.advice import advise, graphs_needed
-from hookgraph.ahead import Arguments, copy_of, random_numbers_kept
+from hookgraph.ahead import Arguments, as_found, copy_of
 from hookgraph.attach import attach, is_attached
 from hookgraph.contrast import contrast, shared, shared_notes
 from hookgraph.diagnosis import Diagnosis, Finding, is_served
@@ -25,7 +24,6 @@ from hookgraph.errors import HookgraphError, HookgraphWarning
 from hookgraph.look import Look
 from hookgraph.options import Options
 from hookgraph.reasons import Fallback, FallbackReason
-from hookgraph.state import ModuleState
 from hookgraph.stats import ModuleStats
 from hookgraph.switch import disabled_by_environment
 from hookgraph.targets import select
@@ -84,7 +82,7 @@ def diagnose(model: nn.Module, calls: Calls, *, total_calls: int | None = None, 
     with_gradients = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", HookgraphWarning)  # what they say is in the findings
-        with _as_found(model):
+        with as_found(model):
             look = Look(model, pairs, "; ".join(shared_notes(shared(pairs))))
         (whole,) = _rehearse(model, [""], pairs, total, options)
         if not whole.replays and not whole.reasons:  # a table was filled first, or a list goes round too slowly
@@ -129,33 +127,11 @@ def _too_few(total_calls: int, enough: int) -> str:
 # -- rehearsals --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Put back what calls do to a model.
-
-    Restores: its plain Python state, its buffers and their values, and the random generators.
-    """
-    state = ModuleState(model, tensors=True)
-    holders = [(child._buffers, dict(child._buffers)) for child in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        with random_numbers_kept(model):
-            yield
-    finally:
-        if state.difference() is not None:
-            state.restore()
-        for holder, before in holders:
-            holder.update(before)
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
-
-
 def _rehearse(
     model: nn.Module, targets: Iterable[str], calls: list[Arguments], total: int, options: dict[str, Any]
 ) -> tuple[ModuleStats, ...]:
     """Attach, make the calls, detach: what became of them, for each target."""
-    with _as_found(model), attach(model, list(targets), **options) as handle:
+    with as_found(model), attach(model, list(targets), **options) as handle:
         for index in range(total):
             args, kwargs = copy_of(calls[index % len(calls)], model)
             model(*args, **kwargs)

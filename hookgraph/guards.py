@@ -308,22 +308,21 @@ def locate(
     """
     tensors, memory, places = _seen_from_module(module, findings.side)
     views = _kept_views(module, findings, tensors)
-    passed_over = {id(vars(child)) for child in module.modules()} | {id(tensors)}
+    passed_over = {id(vars(child)) for child in module.modules()} | {id(tensors), id(views)}
     # Who else holds one, too: the forward may read it by any of these ways, and any may be replaced.
-    elsewhere, attributes = _holders(_held_elsewhere(tensors, places, known), passed_over)
+    elsewhere, attributes = _holders([*_held_elsewhere(tensors, places, known), *views.values()], passed_over)
     found: dict[int, list[SideTensor]] = {key: [] for key in findings.side}
-    for identity, tensor in tensors.items():
-        for where, current in (*places[identity], *elsewhere.get(identity, ())):
-            found[memory[identity]].append(SideTensor(where, current, tensor, tensor.device != device))
-    kept, _ = _holders(views, passed_over)
-    for view in views:
-        sides = [SideTensor(*place, view, view.device != device) for place in kept[id(view)]]
-        found.setdefault(storage_key(view), []).extend(sides)
+    for identity, tensor in (tensors | views).items():
+        sides = found.setdefault(memory.get(identity, storage_key(tensor)), [])
+        for where, current in (*places.get(identity, ()), *elsewhere.get(identity, ())):
+            sides.append(SideTensor(where, current, tensor, tensor.device != device))
     for key, tensor in findings.side.items():
         if not found[key]:
             kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
             return Fallback(FallbackReason.SIDE_TENSOR, f"{findings.side_lines[key]}: {kind}")
-    loose = [(place, tensors[identity]) for identity, some in attributes.items() for place in some]
+    loose = [
+        (place, tensors[identity]) for identity, some in attributes.items() if identity in tensors for place in some
+    ]
     return [
         *(side for sides in found.values() for side in sides),
         *(SideTensor(*place, tensor, tensor.device != device) for place, tensor in loose),
@@ -355,10 +354,10 @@ def _seen_from_module(
     return tensors, memory, places
 
 
-def _kept_views(module: nn.Module, findings: Findings, tensors: _Tensors) -> list[torch.Tensor]:
+def _kept_views(module: nn.Module, findings: Findings, tensors: _Tensors) -> _Tensors:
     """What the forward read of the memory of others and that outlives it, beside the tensors known already."""
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return [view for identity, view in findings.views.items() if identity not in tensors and identity not in own]
+    return {id(view): view for view in findings.views.values() if id(view) not in tensors and id(view) not in own}
 
 
 def _held_elsewhere(

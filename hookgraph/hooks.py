@@ -202,25 +202,26 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._end.detach()
-        self.runner.release()  # what it knows of the module includes the seam
         module = self._module()
-        if module is None:
-            return
+        if module is not None:
+            self._restore(module)
+        try:
+            self.runner.release()  # what it knows of the module includes the seam
+        finally:
+            seam = self._seam()
+            if module is not None and seam is not None:  # somebody else holds it; who takes a pass through the heap
+                _replace_references(seam, self._plain(module))
+
+    def _restore(self, module: nn.Module) -> None:
         for name, kind in _ENTRIES.items():
             if isinstance(module.__dict__.get(name), kind):
                 del module.__dict__[name]
         seam = self._seam()
-        if seam is None:  # another library has dropped it
-            return
-        if module.__dict__.get("forward") is seam:
+        if seam is not None and module.__dict__.get("forward") is seam:
             if self._found is ABSENT:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._found
-        del seam
-        seam = self._seam()
-        if seam is not None:  # somebody else holds it; to find out who takes a pass through the heap
-            _replace_references(seam, self._plain(module))
 
     def _plain(self, module: nn.Module) -> Any:
         return _plain_forward(module) if self._found is ABSENT else self._found

@@ -20,7 +20,6 @@ from torch import nn
 
 from hookgraph import ahead, containers, proof
 from hookgraph.attach import Attachment, attach, is_attached
-from hookgraph.audit import told
 from hookgraph.errors import HookgraphError
 from hookgraph.results import Rebuilt
 from hookgraph.soak_report import SoakReport
@@ -59,7 +58,7 @@ def run(
         options: As for ``attach``.
 
     Raises:
-        HookgraphError: The module is attached already, or a call has another form.
+        HookgraphError: The module is attached already, or a call has another form or raises.
         ValueError: There is no call, or a number is not positive.
 
     Restores: the values of the weights; their memory may be another.
@@ -79,7 +78,7 @@ def run(
             f"soak: {len(pairs)} calls, {seconds} seconds, {threads} threads, comparing one of {compare_every}, "
             "leave nothing to do"
         )
-    _check_calls(module, pairs)
+    ahead.check(module, pairs)
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     soak = _Soak(module, pairs, {"max_graphs": max(4, len(pairs))} | options, compare_every)
     try:
@@ -88,17 +87,6 @@ def run(
         soak.end()
         module.load_state_dict(before)
     return soak.report(seconds, threads)
-
-
-def _check_calls(module: nn.Module, pairs: list[ahead.Arguments]) -> None:
-    plain = copy.deepcopy(module)
-    for pair in pairs:
-        args, kwargs = ahead.copy_of(pair)
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                plain(*args, **kwargs)
-        except Exception as error:
-            raise HookgraphError(f"soak: the module itself raises {told(error)}") from error
 
 
 @dataclass(slots=True)
@@ -154,7 +142,6 @@ class _Soak:
     def __init__(self, module: nn.Module, pairs: list[ahead.Arguments], options: dict[str, Any], every: int) -> None:
         self._module, self._twin = module, copy.deepcopy(module)
         self._pairs, self._options, self._every = pairs, options, every
-        self._handle: Attachment = attach(module, **options)
         self._first = [parameter.detach().clone() for parameter in module.parameters()]
         self._gate = _Gate()
         self._tallies: list[_Tally] = []
@@ -164,10 +151,11 @@ class _Soak:
         self._device = next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
         self._before: dict[str, int] = {}
         self._after: dict[str, int] = {}
+        self._ended = threading.Event()  # at the end of the time, or when the soak is interrupted
+        self._handle: Attachment = attach(module, **options)  # last: from here on there is something to end
 
     def endure(self, seconds: float, threads: int, seed: int) -> None:
-        started = time.monotonic()
-        until = started + seconds
+        until = time.monotonic() + seconds
         self._tallies = [_Tally() for _ in range(threads)]
         workers = [
             threading.Thread(target=self._work, args=(tally, random.Random(seed * threads + index), until), daemon=True)
@@ -181,9 +169,10 @@ class _Soak:
                 self._before = self._memory()
             for worker in workers:
                 worker.join()
-        except BaseException:  # Ctrl-C: the threads end after the call that they are in
-            until = started
-            raise
+        finally:  # Ctrl-C, too: nobody may call or attach once the module is given back
+            self._ended.set()
+            for worker in workers:
+                worker.join()
         self._after = self._memory()
 
     def end(self) -> None:
@@ -216,7 +205,7 @@ class _Soak:
     def _work(self, tally: _Tally, rng: random.Random, until: float) -> None:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-            while time.monotonic() < until:
+            while time.monotonic() < until and not self._ended.is_set():
                 try:
                     if rng.random() < 1 / _EVENT_EVERY:
                         self._change(rng)

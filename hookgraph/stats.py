@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookgraph.errors import HookgraphError
 from hookgraph.frames import frame
+from hookgraph.worth import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -77,7 +78,7 @@ class SignatureStats:
     nodes: int | None = None
     eager_ms: float | None = None
     replay_ms: float | None = None
-    verdict: str = "not measured"
+    verdict: str = Verdict.UNKNOWN.value
 
     @property
     def speedup(self) -> float | None:

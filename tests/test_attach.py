@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import hookgraph
+from hookgraph.runner import Runner
 from tests.modules import Block, Blocks, Does, Parent, Scaled, Shared, mlp
 from tests.parity import Twins
 from tests.residue import Snapshot, Watch
@@ -741,3 +742,26 @@ def test_hg_52_torch_compile(order: str, no_residue: Watch) -> None:
     assert handle.stats.balanced
     no_residue.allow(model, "new: <root>._is_torch_compile")  # torch's own
     torch._dynamo.reset()
+
+
+def test_a_release_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a poisoned CUDA context: the error is the caller's, and the module is as it was."""
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("CUDA says no")
+
+    module = mlp()
+    before = set(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks)
+    handle = hookgraph.attach.__wrapped__(module)
+    monkeypatch.setattr(Runner, "release", fails)
+    with pytest.raises(RuntimeError, match="CUDA says no"):
+        handle.detach()
+    assert (set(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks)) == before
+
+
+def test_switched_off_by_the_environment_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOKGRAPH_DISABLE", "1")
+    module = Split()
+    handle = hookgraph.attach(module, "auto", calls=[((torch.ones(2, 4),), {})])
+    assert not handle.stats.modules
+    assert not hookgraph.is_attached(module)

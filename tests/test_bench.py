@@ -175,8 +175,14 @@ def nothing() -> tuple[nn.Module, list[Any]]:
     [
         (["--module", "tests.test_bench:nothing"], "0 calls in 20 rounds"),
         (["--module", "tests.test_bench:absent"], "has no 'absent'"),
-        (["--module", "tests.test_bench:failing"], "a call raises RuntimeError: mat1 and mat2 shapes"),
-        (["--module", "tests.test_bench:small", "--rounds", "1", "--compile", "nosuch"], "nosuch"),
+        (
+            ["--module", "tests.test_bench:failing"],
+            "calls[0]: the model itself raises RuntimeError: mat1 and mat2 shapes",
+        ),
+        (
+            ["--module", "tests.test_bench:small", "--rounds", "1", "--compile", "nosuch"],
+            "compiled='nosuch': InvalidBackend",
+        ),
         (["--module", "tests.test_bench:small", "--rounds", "1", "--plot", "no/such/folder/x.png"], "no/such/folder"),
     ],
 )

@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812 (the name that everyone uses)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hookgraph
+from hookgraph import private_torch
 from tests.modules import Does
 from tests.parity import Both, Twins
 
@@ -967,3 +968,16 @@ def test_what_takes_another_algorithm_while_it_is_watched(function: Callable[[to
             v = x(6, 6)
             assert torch.equal(module(v), plain(v))
         assert handle.stats.reasons == {"capture_failed": 6}
+
+
+def test_the_order_of_an_einsum_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With opt_einsum, which need not be here: it is read where PyTorch keeps it, so the place has to be right."""
+    einsum = torch.backends.opt_einsum
+    monkeypatch.setattr(private_torch, "_READERS", {})
+    monkeypatch.setattr(einsum.m, "is_available", lambda: True)
+    monkeypatch.setattr(einsum.m, "enabled", False)
+    before = private_torch.numerics_flags("cpu")
+    with einsum.flags(enabled=True):
+        assert einsum.enabled is True
+        assert private_torch.numerics_flags("cpu") != before
+    assert private_torch.numerics_flags("cpu") == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -126,7 +127,9 @@ def test_a_forward_that_refuses_nothing_is_not_made_to_fail(eventful: None) -> N
 
 
 def test_calls_that_fail_by_themselves_are_the_caller_s_mistake() -> None:
-    with pytest.raises(hookgraph.HookgraphError, match="the module itself raises RuntimeError: mat1 and mat2"):
+    with pytest.raises(
+        hookgraph.HookgraphError, match=r"calls\[0\]: the model itself raises RuntimeError: mat1 and mat2"
+    ):
         soak.run(mlp(), [((torch.ones(2, 5),), {})], seconds=0.1)
 
 
@@ -134,3 +137,19 @@ def test_a_soak_without_a_replay_says_so() -> None:
     module = Does(lambda m, x: m.linear(x) * x.sum().item())
     report = soak.run(module, CALLS, seconds=0.3, threads=1)
     assert "nothing was replayed: read_back; ask the doctor" in str(report)
+
+
+def test_an_interruption_ends_the_threads_before_the_module_is_given_back(
+    eventful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(soak.time, "sleep", interrupted)
+    threads = threading.active_count()
+    module = mlp()
+    with pytest.raises(KeyboardInterrupt):
+        soak.run(module, CALLS, seconds=60.0, threads=3)
+    assert threading.active_count() == threads
+    assert not hookgraph.is_attached(module)
+    assert "forward" not in vars(module)

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookgraph import tree
 from hookgraph.audit import source_line, told
 from hookgraph.backends import Graph, capture_surroundings
+from hookgraph.dispatch import OperatorMode
 from hookgraph.errors import CaptureError
 from hookgraph.operators import draws, reads_back, tensors, written_tensors
-from hookgraph.private_torch import casts_inside, compiled_part, parts_seen_by, storage_key
+from hookgraph.private_torch import casts_inside, compiled_part, storage_key
 from hookgraph.reasons import Fallback, FallbackReason
 
 _CPU = torch.device("cpu")
@@ -290,37 +290,23 @@ class Tape:
         return _Pointer(tensor)
 
 
-class _Recorder(TorchDispatchMode):
-    """Writes a tape while a forward runs; what it does to memory of others is put back."""
+class _Recorder(OperatorMode):
+    """Writes a tape while a forward runs; what it does to memory of others is put back.
+
+    What compiled code made is found out afterwards: the tape does not own it.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone.
-
-        Without this, Dynamo gives up on its frames for good, and the user's next call fails.  What
-        compiled code made is found out afterwards: the tape does not own it.
-        """
-        return True
-
     def put_back(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
         self._before.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"{func.name()} is a higher-order operator, which the warm-up did not see")
-        out = parts_seen_by(self, func, tensors(args, kwargs), args, kwargs)
-        if out is not NotImplemented:
-            return out
+    def meet(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         if casts_inside(func):
             raise CaptureError(
                 f"{source_line()}: autocast is at work inside {func._schema.name}, where the tape cannot look"
@@ -329,7 +315,7 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(f"{source_line()}: {func._schema.name} takes another algorithm while it is watched")
         if reads_back(func, args, kwargs, _CPU):
             raise CaptureError(f"{source_line()}: {func._schema.name} reads a value back to the host")
-        given = {storage_key(tensor) for tensor in tensors(args, kwargs)}
+        keys = {storage_key(tensor) for tensor in given}
         if func._schema.name.startswith("aten::lift_fresh"):
             for leaf in tree.flatten(args)[0]:
                 self._tape.own_constant(leaf)  # torch.tensor(...)
@@ -345,5 +331,5 @@ class _Recorder(TorchDispatchMode):
                 self._tape.will_write(tensor)
         self._tape.draws |= draws(func, args, kwargs)
         out = func(*args, **kwargs)
-        self._tape.add(func, args, kwargs, out, given)
+        self._tape.add(func, args, kwargs, out, keys)
         return out

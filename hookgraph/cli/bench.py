@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from hookgraph import bench, tables
-from hookgraph.audit import told
+from hookgraph import bench
 from hookgraph.cli import factories
 from hookgraph.cli.errors import CommandError
-from hookgraph.errors import HookgraphError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookgraph.benchmark import Benchmark
+    from hookgraph.doctor import Calls
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,22 +36,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and report; 0 when all variants agree with eager."""
-    # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
-    with contextlib.redirect_stdout(sys.stderr):
-        module, calls = factories.load(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        try:
-            result = bench.measure(module, calls, rounds=options.rounds, compiled=options.compile)
-        except (HookgraphError, ValueError) as error:
-            raise CommandError(str(error)) from error
-        except Exception as error:  # of the module, or of the compiler
-            raise CommandError(f"a call raises {told(error)}") from error
+
+    def ask(module: nn.Module, calls: Calls) -> Benchmark:
+        result = bench.measure(module, calls, rounds=options.rounds, compiled=options.compile)
         if options.plot is not None:
             _draw(result, options.plot)
-    if options.json:
-        print(json.dumps(result.to_dict()))
-    else:
-        tables.show(result)
-    return 0 if result.agrees else 1
+        return result
+
+    return 0 if factories.answer(options, ask, factories.best_device()).agrees else 1
 
 
 def _draw(result: Benchmark, path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
+from typing import TYPE_CHECKING
 
-from hookgraph import tables
 from hookgraph.cli import factories
-from hookgraph.cli.errors import CommandError
 from hookgraph.doctor import diagnose
-from hookgraph.errors import HookgraphError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookgraph.diagnosis import Diagnosis
+    from hookgraph.doctor import Calls
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,17 +42,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse, and report; 0 when something can be captured, 1 when nothing can."""
-    # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
-    with contextlib.redirect_stdout(sys.stderr):
-        module, calls = factories.load(options)
-        try:
-            diagnosis = diagnose(
-                module, calls, total_calls=options.calls, max_graphs=options.max_graphs, child_hooks=options.child_hooks
-            )
-        except HookgraphError as error:
-            raise CommandError(str(error)) from error
-    if options.json:
-        print(json.dumps(diagnosis.to_dict()))
-    else:
-        tables.show(diagnosis)
-    return 0 if diagnosis.can_capture else 1
+
+    def ask(module: nn.Module, calls: Calls) -> Diagnosis:
+        return diagnose(
+            module, calls, total_calls=options.calls, max_graphs=options.max_graphs, child_hooks=options.child_hooks
+        )
+
+    return 0 if factories.answer(options, ask).can_capture else 1

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
+import json
 import os
 import sys
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from hookgraph import audit
+from hookgraph import audit, tables
 from hookgraph.cli.errors import CommandError
+from hookgraph.errors import HookgraphError
 from hookgraph.words import with_article
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hookgraph.doctor import Calls
 
+Answer = TypeVar("Answer", bound="Any")  # has to_dict(), and a table
 _WANTED = "it has to return (module, calls), calls being a list of (args, kwargs)"
 _TIMESTEP = 500.0  # of 1000: the middle of a denoising loop
 
@@ -50,6 +56,38 @@ def load(options: argparse.Namespace, device: torch.device | None = None) -> tup
         raise CommandError(f"two factories are given, {options.address!r} and --module {options.module!r}; give one")
     address = options.module if options.module is not None else options.address
     return _load(address) if address is not None else _qwen_image(device or torch.device("cpu"))
+
+
+def answer(
+    options: argparse.Namespace, ask: Callable[[nn.Module, Calls], Answer], device: torch.device | None = None
+) -> Answer:
+    """Ask something of the module that a command was given, and print what came of it.
+
+    Args:
+        options: As for ``load``; ``json`` prints one object instead of tables.
+        ask: What gives the answer.
+        device: As for ``load``.
+
+    Raises:
+        CommandError: It could not be asked.
+    """
+    # Standard output belongs to the answer: whatever a library prints meanwhile goes to standard error.
+    with contextlib.redirect_stdout(sys.stderr):
+        module, calls = load(options, device)
+        try:
+            found = ask(module, calls)
+        except (HookgraphError, ValueError) as error:
+            raise CommandError(str(error)) from error
+    if options.json:
+        print(json.dumps(found.to_dict()))
+    else:
+        tables.show(found)
+    return found
+
+
+def best_device() -> torch.device:
+    """Where a built-in module is timed or soaked."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _load(address: str) -> tuple[nn.Module, Calls]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
+from typing import TYPE_CHECKING
 
-import torch
-
-from hookgraph import soak, tables
+from hookgraph import soak
 from hookgraph.cli import factories
-from hookgraph.cli.errors import CommandError
-from hookgraph.errors import HookgraphError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookgraph.doctor import Calls
+    from hookgraph.soak_report import SoakReport
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,21 +35,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(options: argparse.Namespace) -> int:
     """Soak, and report; 0 when nothing was wrong."""
-    # Standard output belongs to the report: whatever a library prints meanwhile goes to standard error.
-    with contextlib.redirect_stdout(sys.stderr):
-        module, calls = factories.load(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        try:
-            report = soak.run(
-                module, calls, seconds=60 * options.minutes, threads=options.threads,
-                compare_every=options.compare_every, seed=options.seed,
-            )  # fmt: skip
-        except (HookgraphError, ValueError) as error:
-            raise CommandError(str(error)) from error
-    if options.json:
-        print(json.dumps(report.to_dict()))
-    else:
-        tables.show(report)
-    return 0 if report.passed else 1
+
+    def ask(module: nn.Module, calls: Calls) -> SoakReport:
+        return soak.run(
+            module, calls, seconds=60 * options.minutes, threads=options.threads,
+            compare_every=options.compare_every, seed=options.seed,
+        )  # fmt: skip
+
+    return 0 if factories.answer(options, ask, factories.best_device()).passed else 1
 
 
 def _minutes(text: str) -> float:

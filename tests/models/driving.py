@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.forensics import parting
 from tests.models.cases import ZooCase
-from tests.parity import Both, ParityError, Twins
+from tests.parity import Both, Twins
 
 
 def run_case(
@@ -19,15 +18,10 @@ def run_case(
     twins = kind(eager.module, attached.module, **{"max_graphs": case.max_graphs} | options)
     entry = twins.modules if eager.entry == "__call__" else twins.modules.map(lambda module: module.forward)
     for (args, kwargs), (attached_args, attached_kwargs) in zip(eager.calls, attached.calls, strict=True):
-        try:
-            twins.run(
-                entry,
-                *map(Both, args, attached_args),
-                **{name: Both(kwargs[name], attached_kwargs[name]) for name in kwargs},
-            )
-        except ParityError as error:
-            if torch.device(device).type != "cpu":
-                raise
-            raise ParityError(f"{error}; on the tape: {parting(entry.eager, args, kwargs)}") from error
+        twins.run(
+            entry,
+            *map(Both, args, attached_args),
+            **{name: Both(kwargs[name], attached_kwargs[name]) for name in kwargs},
+        )
         twins.apply(Both(eager.after, attached.after))
     return twins
